@@ -1,0 +1,1 @@
+"""Placeholder line, replaced by the package's own docstring."""

@@ -1,0 +1,93 @@
+"""What a trainer is asked and what it answers: the verbs forward_backward and step."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class PolicyLoss(StrEnum):
+    """Which objective."""
+
+    GRPO = "grpo"
+    """PPO clip on the token ratio."""
+    GSPO = "gspo"
+    """Clip on the sequence ratio, over all sampled tokens of a rollout."""
+    CROSS_ENTROPY = "cross_entropy"
+    """Supervised: minus the log-prob of every token under the mask; advantages and ratios are not read."""
+
+
+class Reduction(StrEnum):
+    """How token losses become one number. Denominators count the whole batch, never a micro-batch."""
+
+    TOKEN_MEAN = "token_mean"
+    """Sum over trained tokens / number of trained tokens."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """Mean over a rollout's trained tokens, then mean over rollouts that have a trained token."""
+    DR_GRPO = "dr_grpo"
+    """Sum over trained tokens / (number of rollouts with a trained token x `dr_grpo_tokens`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Loss of one forward_backward."""
+
+    policy_loss: PolicyLoss = PolicyLoss.GSPO
+    reduction: Reduction = Reduction.SEQUENCE_MEAN
+    clip_low: float = 3e-4
+    """The ratio is clipped below 1 - clip_low ..."""
+    clip_high: float = 4e-4
+    """... and above 1 + clip_high."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || reference) on trained tokens; 0 needs no reference."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's logits are divided by it before the softmax."""
+    dr_grpo_tokens: int = 1024
+    """The constant length of Dr.GRPO; read only by that reduction."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+            raise ValueError(f"clip_low in (0, 1), clip_high > 0; got {self.clip_low}, {self.clip_high}")
+        if self.temperature <= 0:
+            raise ValueError(f"a ratio needs temperature > 0, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """AdamW settings of one step, all of them, so that none is silently kept by a server."""
+
+    learning_rate: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult:
+    """What one forward_backward measured, over the whole batch."""
+
+    loss: float
+    trained_tokens: int
+    forwarded_tokens: int
+    num_sequences: int
+    """Rollouts with at least one trained token."""
+    logprob_gap_mean: float | None
+    """Mean |trainer - sampler log-prob| on trained tokens; None for cross entropy or an empty batch."""
+    logprob_gap_max: float | None
+    gap_k3: float | None
+    """Mean of exp(d) - d - 1 with d = trainer - sampler log-prob: k3 estimate of KL(sampler || trainer)."""
+    clip_fraction: float | None
+    """Share of trained tokens whose gradient the clip removed."""
+    kl_to_reference: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step measured."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    num_backwards: int
+    """forward_backward calls that were accumulated into it."""
