@@ -79,7 +79,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, optimizer and weights_version included; the sampler follows at publish."""
+        """Restore what `save` wrote, weights_version included; the sampler follows at `publish`."""
         ...
 
 

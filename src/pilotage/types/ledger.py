@@ -21,6 +21,6 @@ class Ledger:
         accounted = self.trained_tokens + sum(self.masked_tokens.values()) + sum(self.dropped_tokens.values())
         if accounted != self.sampled_tokens:
             raise ValueError(
-                f"the ledger does not balance: sampled {self.sampled_tokens}, but trained {self.trained_tokens}"
+                f"the ledger does not balance: sampled {self.sampled_tokens}, trained {self.trained_tokens}"
                 f" + masked {dict(self.masked_tokens)} + dropped {dict(self.dropped_tokens)} = {accounted}"
             )
