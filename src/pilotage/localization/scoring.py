@@ -1,0 +1,150 @@
+"""Score a hand-in of code locations: file F1 + module F1 + function F1, from 0 to 3.
+
+This file runs in two places: imported by Pilotage, and copied into a task's `tests/` as the verifier:
+
+    python3 score.py GOLD.json LOCATIONS.json REWARD.json
+
+so it imports the standard library only. It always writes a reward: no answer, or one that breaks the
+rules, scores 0 and says why. An empty gold level scores 0 whatever was answered, as in CodeScout.
+"""
+
+import json
+import posixpath
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_LOCATIONS = 50
+MAX_HANDIN_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """What should change, or what an answer names, at the three levels."""
+
+    files: frozenset[str]
+    """Paths relative to the tree's root."""
+    modules: frozenset[str]
+    """`path:Class` or `path:function`."""
+    functions: frozenset[str]
+    """`path:Class.method` or `path:function`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """F1 of each level; their sum is the reward."""
+
+    file_f1: float
+    module_f1: float
+    function_f1: float
+
+    @property
+    def total(self) -> float:
+        """The reward, from 0 to 3."""
+        return self.file_f1 + self.module_f1 + self.function_f1
+
+
+class InvalidAnswerError(ValueError):
+    """The hand-in breaks a rule; it scores 0."""
+
+
+def _normalised_path(text: str) -> str:
+    path = posixpath.normpath(text.strip().replace("\\", "/"))
+    if not text.strip() or path == "." or path.startswith(("/", "../")) or path == "..":
+        raise InvalidAnswerError(f"not a path inside the tree: {text!r}")
+    return path
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    value = record.get(key) or ""
+    if not isinstance(value, str):
+        raise InvalidAnswerError(f"{key} must be a string, got {type(value).__name__}")
+    return value.strip()
+
+
+def places_of(locations: Any) -> Places:
+    """Turn a list of `{file, class_name?, function_name?}` into places.
+
+    A nested class is cut to its outermost one; `function_name="C.m"` without a class is split on its
+    first dot. Duplicates collapse.
+
+    Raises:
+        InvalidAnswerError: not a list of at most 50 such records, or a path outside the tree.
+    """
+    if not isinstance(locations, list) or len(locations) > MAX_LOCATIONS:
+        raise InvalidAnswerError(f"locations must be a list of at most {MAX_LOCATIONS} records")
+    files: set[str] = set()
+    modules: set[str] = set()
+    functions: set[str] = set()
+    for record in locations:
+        if not isinstance(record, dict):
+            raise InvalidAnswerError(f"a location must be an object, got {record!r}")
+        path = _normalised_path(_text(record, "file"))
+        class_name = _text(record, "class_name").partition(".")[0]
+        function = _text(record, "function_name")
+        if not class_name and "." in function:
+            class_name, _, function = function.partition(".")
+        function = function.rpartition(".")[2] if class_name else function.partition(".")[0]
+        files.add(path)
+        if class_name or function:
+            modules.add(f"{path}:{class_name or function}")
+        if function:
+            functions.add(f"{path}:{class_name}.{function}" if class_name else f"{path}:{function}")
+    return Places(files=frozenset(files), modules=frozenset(modules), functions=frozenset(functions))
+
+
+def _f1(answer: frozenset[str], gold: frozenset[str]) -> float:
+    # 2 |A & G| / (|A| + |G|) is the harmonic mean of precision and recall; 0 where either set is empty.
+    return 2 * len(answer & gold) / (len(answer) + len(gold)) if answer and gold else 0.0
+
+
+def score_locations(answer: Places, gold: Places) -> Score:
+    """Compare an answer with the gold places."""
+    return Score(
+        file_f1=_f1(answer.files, gold.files),
+        module_f1=_f1(answer.modules, gold.modules),
+        function_f1=_f1(answer.functions, gold.functions),
+    )
+
+
+def _read_gold(path: Path) -> Places:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return Places(**{level: frozenset(record[level]) for level in ("files", "modules", "functions")})
+
+
+def _read_answer(path: Path) -> Places:
+    if not path.is_file():
+        raise InvalidAnswerError("no hand-in")
+    if path.stat().st_size > MAX_HANDIN_BYTES:
+        raise InvalidAnswerError(f"the hand-in is larger than {MAX_HANDIN_BYTES} bytes")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidAnswerError(f"the hand-in is not JSON: {error}") from error
+    return places_of(record.get("locations") if isinstance(record, dict) else record)
+
+
+def main(argv: list[str]) -> int:
+    """Score one hand-in and write `reward.json`; the verifier's entry point."""
+    gold_path, answer_path, reward_path = map(Path, argv)
+    gold = _read_gold(gold_path)
+    no_answer = 0
+    try:
+        score = score_locations(_read_answer(answer_path), gold)
+    except InvalidAnswerError as error:
+        sys.stdout.write(f"scored 0: {error}\n")
+        score, no_answer = Score(file_f1=0.0, module_f1=0.0, function_f1=0.0), 1
+    reward = {
+        "reward": score.total,
+        "file_f1": score.file_f1,
+        "module_f1": score.module_f1,
+        "function_f1": score.function_f1,
+        "no_answer": no_answer,
+    }
+    reward_path.write_text(json.dumps(reward) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
