@@ -1,1 +1,25 @@
-"""Placeholder line, replaced by the package's own docstring."""
+"""Advantages, credit, losses: pure functions on numpy arrays, in float64.
+
+Invariant: every sampled token of a step is trained once, masked with a reason or dropped with a reason, and
+the ledger says which. Nothing here samples, trains, waits or reads a file, and nothing needs torch.
+"""
+
+from pilotage.algorithms.advantages import group_relative, has_spread
+from pilotage.algorithms.credit import to_samples
+from pilotage.algorithms.gap import LogprobGap, logprob_gap
+from pilotage.algorithms.groups import StepBatch, build_batch
+from pilotage.algorithms.losses import Denominators, LossValue, TrainedTokens, policy_loss
+
+__all__ = [
+    "Denominators",
+    "LogprobGap",
+    "LossValue",
+    "StepBatch",
+    "TrainedTokens",
+    "build_batch",
+    "group_relative",
+    "has_spread",
+    "logprob_gap",
+    "policy_loss",
+    "to_samples",
+]

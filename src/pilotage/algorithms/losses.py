@@ -1,0 +1,163 @@
+"""Policy losses as functions of log-probs: value, exact gradient and clip fraction, in float64.
+
+A trainer needs no loss of its own: it computes the log-probs of trained tokens, asks here for the loss and
+its gradient with respect to them, and propagates that gradient into its weights. Which sampled token counts
+how much is in `Denominators`, which count the whole batch, so that a batch can be taken in pieces. A piece
+must hold all of a rollout, because GSPO's ratio is one number per rollout.
+
+Nothing here knows how log-probs are computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pilotage.types import LossConfig, PolicyLoss, Reduction, Sample
+
+type _Floats = NDArray[np.float64]
+type _Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """Counts over the whole batch."""
+
+    trained_tokens: int
+    num_sequences: int
+    """Rollouts with at least one trained token."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Denominators":
+        """Count a batch."""
+        trained = [sample for sample in samples if sample.trained_tokens]
+        return cls(
+            trained_tokens=sum(sample.trained_tokens for sample in trained),
+            num_sequences=len({sample.sequence_id for sample in trained}),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """The n trained tokens of some whole rollouts, sample after sample."""
+
+    sequence_n: _Ints
+    """[n] which rollout, numbered from 0 in order of appearance."""
+    sampler_logprobs_n: _Floats
+    advantages_n: _Floats
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "TrainedTokens":
+        """Collect what the loss reads from samples that together hold whole rollouts."""
+        numbers: dict[str, int] = {}
+        sequence = [numbers.setdefault(sample.sequence_id, len(numbers)) for sample in samples]
+        masks = [sample.loss_mask for sample in samples]
+        return cls(
+            sequence_n=np.repeat(np.array(sequence, np.int64), [int(mask.sum()) for mask in masks]),
+            sampler_logprobs_n=_join(
+                [sample.sampler_logprobs[mask] for sample, mask in zip(samples, masks, strict=True)]
+            ),
+            advantages_n=_join(
+                [sample.advantages[mask] for sample, mask in zip(samples, masks, strict=True)]
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossValue:
+    """A loss, or the part of it that some rollouts contribute: parts add up."""
+
+    loss: float
+    gradient_n: _Floats
+    """[n] derivative of the loss with respect to each trained token's log-prob."""
+    clipped_tokens: int
+    """Tokens whose gradient the clip removed; 0 for cross entropy."""
+    kl_sum: float
+    """Sum of the k3 estimate over tokens; 0 without a reference."""
+
+
+def policy_loss(
+    tokens: TrainedTokens,
+    logprobs_n: _Floats,
+    config: LossConfig,
+    *,
+    denominators: Denominators,
+    reference_logprobs_n: _Floats | None = None,
+) -> LossValue:
+    """Evaluate the loss on the log-probs of trained tokens.
+
+    Args:
+        tokens: what was sampled.
+        logprobs_n: [n] log-probs under the weights that are trained.
+        denominators: counts of the whole batch that these tokens are part of.
+        reference_logprobs_n: [n] under the frozen reference; needed where `config.kl_coef` is not 0.
+
+    Returns:
+        The loss is `sum_n w_n (-objective_n + kl_coef k3_n)`, with the weights w of the reduction. An empty
+        piece is 0.
+
+    Source: GRPO, the clipped token ratio of PPO, arXiv:1707.06347 eq. 7 (arXiv:2402.03300 eq. 3); GSPO,
+    arXiv:2507.18071 eq. 5 to 7; Dr. GRPO, arXiv:2503.20783 section 3.2 (constant length); k3,
+    arXiv:2402.03300 eq. 4.
+    """
+    weight_n = _weights(tokens, config, denominators)
+    if config.policy_loss is PolicyLoss.CROSS_ENTROPY:
+        loss, gradient_n, clipped = -float(weight_n @ logprobs_n), -weight_n, 0
+    else:
+        loss, gradient_n, clipped = _clipped(tokens, logprobs_n, config, weight_n)
+    kl_sum = 0.0
+    if config.kl_coef:
+        if reference_logprobs_n is None:
+            raise ValueError("kl_coef is not 0, but there are no reference log-probs")
+        d_n = reference_logprobs_n - logprobs_n
+        k3_n = np.expm1(d_n) - d_n
+        kl_sum = float(k3_n.sum())
+        loss += config.kl_coef * float(weight_n @ k3_n)
+        gradient_n = gradient_n - config.kl_coef * weight_n * np.expm1(d_n)
+    return LossValue(loss=loss, gradient_n=gradient_n, clipped_tokens=clipped, kl_sum=kl_sum)
+
+
+def _weights(tokens: TrainedTokens, config: LossConfig, denominators: Denominators) -> _Floats:
+    """Return [n] how much each token counts."""
+    sequence_n = tokens.sequence_n
+    match config.reduction:
+        case Reduction.TOKEN_MEAN:
+            denominator_n = np.full(sequence_n.size, denominators.trained_tokens, np.float64)
+        case Reduction.SEQUENCE_MEAN:
+            denominator_n = np.bincount(sequence_n)[sequence_n] * np.float64(denominators.num_sequences)
+        case Reduction.DR_GRPO:
+            constant = denominators.num_sequences * config.dr_grpo_tokens
+            denominator_n = np.full(sequence_n.size, constant, np.float64)
+    return 1.0 / denominator_n
+
+
+def _clipped(
+    tokens: TrainedTokens, logprobs_n: _Floats, config: LossConfig, weight_n: _Floats
+) -> tuple[float, _Floats, int]:
+    """Return loss, gradient and number of clipped tokens of the two clipped objectives."""
+    log_ratio_n = logprobs_n - tokens.sampler_logprobs_n
+    is_gspo = config.policy_loss is PolicyLoss.GSPO
+    ratio_n = np.exp(_sequence_mean(log_ratio_n, tokens.sequence_n) if is_gspo else log_ratio_n)
+    advantage_n = tokens.advantages_n
+    bounded_n = np.clip(ratio_n, 1 - config.clip_low, 1 + config.clip_high)
+    objective_n = np.minimum(ratio_n * advantage_n, bounded_n * advantage_n)
+    is_clipped_n = np.where(
+        advantage_n > 0,
+        ratio_n > 1 + config.clip_high,
+        (ratio_n < 1 - config.clip_low) & (advantage_n < 0),
+    )
+    # d objective / d (log-ratio): the ratio times the advantage where the clip does not bind, else 0.
+    slope_n = np.where(is_clipped_n, 0.0, -weight_n * advantage_n * ratio_n)
+    gradient_n = _sequence_mean(slope_n, tokens.sequence_n) if is_gspo else slope_n
+    return -float(weight_n @ objective_n), gradient_n, int(is_clipped_n.sum())
+
+
+def _sequence_mean(values_n: _Floats, sequence_n: _Ints) -> _Floats:
+    """Replace each value by the mean over its sequence."""
+    sums = np.bincount(sequence_n, weights=values_n)
+    return (sums / np.maximum(np.bincount(sequence_n), 1))[sequence_n]
+
+
+def _join(parts: Sequence[NDArray[np.float32]]) -> _Floats:
+    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
