@@ -1,1 +1,31 @@
-"""Placeholder line, replaced by the package's own docstring."""
+"""Messages <-> tokens, for one chat template at a time.
+
+Invariant: a turn's prompt is the recorded ids and the encoding of the new messages only. Nothing sampled
+is ever decoded and encoded again, and only a template's own markers become control tokens.
+
+It does not sample, keep conversations, or repair what a policy wrote.
+"""
+
+from pilotage.rendering.chat_template import ChatTemplate
+from pilotage.rendering.chatml import CHATML_TEMPLATE, ChatML
+from pilotage.rendering.dialect import MALFORMED_NAME, Dialect, ThinkBlock
+from pilotage.rendering.loading import load_renderer
+from pilotage.rendering.qwen import Qwen3, Qwen35
+from pilotage.rendering.renderer import TemplateRenderer
+from pilotage.rendering.tokenizer import Markup, Segment, TokenizerFile
+
+__all__ = [
+    "CHATML_TEMPLATE",
+    "MALFORMED_NAME",
+    "ChatML",
+    "ChatTemplate",
+    "Dialect",
+    "Markup",
+    "Qwen3",
+    "Qwen35",
+    "Segment",
+    "TemplateRenderer",
+    "ThinkBlock",
+    "TokenizerFile",
+    "load_renderer",
+]
