@@ -13,6 +13,7 @@ from pilotage.rendering.loading import load_renderer
 from pilotage.rendering.qwen import Qwen3, Qwen35
 from pilotage.rendering.renderer import TemplateRenderer
 from pilotage.rendering.tokenizer import Markup, Segment, TokenizerFile
+from pilotage.rendering.verify import TemplateReport, format_report, verify_template
 
 __all__ = [
     "CHATML_TEMPLATE",
@@ -25,7 +26,10 @@ __all__ = [
     "Qwen35",
     "Segment",
     "TemplateRenderer",
+    "TemplateReport",
     "ThinkBlock",
     "TokenizerFile",
+    "format_report",
     "load_renderer",
+    "verify_template",
 ]

@@ -65,6 +65,7 @@ CHATML_TEMPLATE = r"""
 class ChatML:
     """Renders and reads the format of `CHATML_TEMPLATE`; reasoning has no place in it."""
 
+    name = "ChatML"
     think_block = ThinkBlock.ABSENT
     splits_reasoning = False
 

@@ -42,6 +42,11 @@ class Dialect(Protocol):
     """Pure functions of one chat template, in segments; closing a turn writes `<|im_end|>` and a newline."""
 
     @property
+    def name(self) -> str:
+        """Family, for people."""
+        ...
+
+    @property
     def think_block(self) -> ThinkBlock:
         """What follows the assistant's header in the generation prompt."""
         ...

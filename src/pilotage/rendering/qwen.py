@@ -51,6 +51,7 @@ class Qwen3:
 
     think_block: ThinkBlock = ThinkBlock.ABSENT
     splits_reasoning: bool = True
+    name = "Qwen3"
 
     def head(self, system: str | None, tools: Sequence[ToolSchema]) -> list[Segment]:
         """Return the system text, then the tools as JSON and how to call them."""
@@ -96,6 +97,7 @@ class Qwen35:
     writes_json_scalars: bool = False
     """Qwen3.6 writes `true` where Qwen3.5 writes `True`."""
     splits_reasoning = True
+    name = "Qwen3.5"
 
     def head(self, system: str | None, tools: Sequence[ToolSchema]) -> list[Segment]:
         """Return the tools as JSON and how to call them, then the system text."""

@@ -46,7 +46,8 @@ def parse_reply(
     """
     if ids and ids[-1] in markers.stop_ids:
         ids = ids[:-1]
-    reasoning_ids, rest = _split_reasoning(ids, markers)
+    start = 0 if markers.is_think_open else _reasoning_start(ids, tokenizer, markers)
+    reasoning_ids, rest = ((), ids) if start is None else _split_reasoning(ids, start, markers)
     texts: list[str] = []
     calls: list[CallText] = []
     for kind, span in _spans(rest, markers):
@@ -71,21 +72,26 @@ def _unclosed(text: str, read_call: Callable[[str], CallText]) -> CallText:
     return malformed(text, read_call(text).name)
 
 
-def _split_reasoning(ids: Sequence[int], markers: ReplyMarkers) -> tuple[Sequence[int], Sequence[int]]:
+def _reasoning_start(ids: Sequence[int], tokenizer: TokenizerFile, markers: ReplyMarkers) -> int | None:
+    """Return where reasoning begins: after a think block that nothing but white space precedes."""
+    if markers.think_open is None or markers.think_open not in ids:
+        return None
+    opened = ids.index(markers.think_open)
+    return None if tokenizer.decode(ids[:opened]).strip() else opened + 1
+
+
+def _split_reasoning(
+    ids: Sequence[int], start: int, markers: ReplyMarkers
+) -> tuple[Sequence[int], Sequence[int]]:
     """Return (reasoning, rest).
 
     Reasoning ends at the first closing marker; where there is none, at the first call, which can only have
     been meant as one; where there is none either, it is everything.
     """
-    start = 0
-    if not markers.is_think_open:
-        if markers.think_open is None or markers.think_open not in ids[:2]:
-            return (), ids
-        start = ids.index(markers.think_open) + 1  # a newline may come first
-    if markers.think_close is not None and markers.think_close in ids:
-        end = ids.index(markers.think_close)
+    if markers.think_close in ids[start:]:
+        end = ids.index(markers.think_close, start)
         return ids[start:end], ids[end + 1 :]
-    end = ids.index(markers.call_open) if markers.call_open in ids else len(ids)
+    end = _find(ids, start, markers.call_open)
     return ids[start:end], ids[end:]
 
 
