@@ -1,1 +1,11 @@
-"""Placeholder line, replaced by the package's own docstring."""
+"""Tasks: reading directories of Harbor tasks, and making localization tasks from installed packages.
+
+Harbor's own validation happens where Harbor is (`rollouts`); here a directory is only checked for what
+every run needs, so that a wrong path is refused before anything starts.
+"""
+
+from pilotage.datasets.bugs import Bug, find_bugs
+from pilotage.datasets.harbor_tasks import load_tasks
+from pilotage.datasets.package_tasks import DEMO_HELD_OUT, DEMO_TRAIN, write_package_tasks
+
+__all__ = ["DEMO_HELD_OUT", "DEMO_TRAIN", "Bug", "find_bugs", "load_tasks", "write_package_tasks"]

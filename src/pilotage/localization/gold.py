@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pilotage.localization.scoring import Places
 
@@ -68,6 +69,20 @@ class _WithoutMethods(ast.NodeTransformer):
     visit_Import = visit_ImportFrom = _nothing
 
 
+def _rest_of_class(node: ast.ClassDef) -> str:
+    """Dump a class without its methods' insides; a nested class counts whole, as part of the outer one."""
+    parts = [ast.dump(part) for part in [*node.bases, *node.keywords, *node.decorator_list]]
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts.append(f"def {member.name}")
+        elif isinstance(member, ast.ClassDef):
+            parts.append(ast.dump(member))
+        else:
+            parts.append(ast.dump(_WithoutMethods().visit(deepcopy(member))))
+    return "\n".join(parts)
+
+
+@lru_cache(maxsize=64)  # the clean tree is compared with many buggy ones
 def _outline(source: str) -> _Outline | None:
     """Return the outline, or None where the source does not parse."""
     try:
@@ -83,18 +98,7 @@ def _outline(source: str) -> _Outline | None:
                 if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
                     name = f"{member.name}.{method.name}"
                     outline.functions.setdefault(name, []).append(ast.dump(method))
-            rest = [_WithoutMethods().visit(deepcopy(part)) for part in member.body]
-            shell = ast.ClassDef(
-                name=member.name,
-                bases=member.bases,
-                keywords=member.keywords,
-                body=[part for part in rest if not isinstance(part, ast.Pass)],
-                decorator_list=member.decorator_list,
-                type_params=member.type_params,
-            )
-            # Nested classes keep their methods' code: an edit inside one is an edit of the outer class.
-            nested = [ast.dump(p) for p in member.body if isinstance(p, ast.ClassDef)]
-            outline.class_rest.setdefault(member.name, []).append(ast.dump(shell) + "".join(nested))
+            outline.class_rest.setdefault(member.name, []).append(_rest_of_class(member))
     return outline
 
 

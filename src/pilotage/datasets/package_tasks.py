@@ -1,0 +1,250 @@
+"""Localization tasks from installed packages: a real package with one bug in it, as a Harbor task.
+
+The agent gets the buggy sources alone: no history, no diff, no bytecode, no clean copy. The issue names
+identifiers that the buggy function uses, never the function, its class or its file. Gold is derived from
+the two versions of the tree and lives in `tests/` only.
+
+    NAME/task.toml  instruction.md  environment/PACKAGE/**.py  tests/{test.sh,score.py,gold.json}
+         solution/solve.sh
+"""
+
+import ast
+import builtins
+import keyword
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import orjson
+
+from pilotage.datasets.bugs import Bug, find_bugs
+from pilotage.errors import ConfigError
+from pilotage.localization import Places, gold_places, scoring
+
+DEMO_TRAIN = ("click", "httpx", "jinja2", "starlette")
+DEMO_HELD_OUT = ("markdown_it", "packaging", "uvicorn")
+NUM_CLUES = 3
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_COMMON = frozenset([*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "args", "kwargs"])
+
+_SYMPTOMS: Mapping[str, Sequence[str]] = {
+    "comparison": ("A limit is checked the wrong way.", "Two values are compared wrongly."),
+    "connective": ("Two checks are joined the wrong way.", "One check wins over another."),
+    "inverted_condition": ("A check does the opposite of what it should.", "The wrong branch runs."),
+    "constant": ("A number is off by one.", "A count comes out too high."),
+    "lost_result": ("A result gets lost.", "Nothing comes back where a value should."),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    path: str
+    kind: str
+    buggy: str
+    clues: tuple[str, ...]
+
+
+def package_sources(package: str) -> dict[str, str]:
+    """Return path -> source of an installed package, `PACKAGE/...`, tests and vendored code left out.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"package {package!r} is not installed; run `make install`")
+    root = Path(next(iter(spec.submodule_search_locations)))
+    sources: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not {"tests", "_vendor", "vendor"} & set(relative.parts):
+            sources[f"{package}/{relative.as_posix()}"] = path.read_bytes().decode()
+    return sources
+
+
+type _Key = tuple[str, str, str]
+"""Path, class and function of a definition."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Definition:
+    words: frozenset[str]
+    """Every word of its lines: what a search finds."""
+    identifiers: frozenset[str]
+    """The names, attributes and arguments of its code: what an issue may mention."""
+
+
+def _definitions(sources: Mapping[str, str]) -> dict[_Key, _Definition]:
+    found: dict[_Key, _Definition] = {}
+    for path, source in sources.items():
+        lines = source.splitlines()
+        for statement in ast.parse(source).body:
+            members = statement.body if isinstance(statement, ast.ClassDef) else [statement]
+            owner = statement.name if isinstance(statement, ast.ClassDef) else ""
+            for member in members:
+                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = "\n".join(lines[member.lineno - 1 : member.end_lineno])
+                    found[path, owner, member.name] = _Definition(
+                        frozenset(_WORD.findall(text)), frozenset(_identifiers(member))
+                    )
+    return found
+
+
+def _identifiers(function: ast.AST) -> Iterator[str]:
+    for node in ast.walk(function):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name
+            case _:
+                pass
+
+
+def _clue_choices(key: _Key, definition: _Definition, frequency: Counter[str]) -> list[str]:
+    """Return words that only help to find the bug: used in its function, naming no place."""
+    path, owner, function = key
+    named = {part.lower() for part in re.split(r"[/.]", path)} | {owner.lower(), function.lower()}
+    return sorted(
+        word
+        for word in definition.identifiers
+        if len(word) > 2 and word not in _COMMON and word.lower() not in named and 2 <= frequency[word] <= 12
+    )
+
+
+def _bugs_by_function(sources: Mapping[str, str]) -> dict[_Key, list[Bug]]:
+    bugs: dict[_Key, list[Bug]] = {}
+    for path, source in sources.items():
+        if "\f" not in source:
+            for bug in find_bugs(source):
+                bugs.setdefault((path, bug.class_name, bug.function_name), []).append(bug)
+    return bugs
+
+
+def _candidates(sources: Mapping[str, str], rng: random.Random) -> Iterator[_Candidate]:
+    """Yield at most one bug a function, in random order, each with clues that single its function out."""
+    definitions = _definitions(sources)
+    frequency = Counter(word for definition in definitions.values() for word in definition.words)
+    bugs = _bugs_by_function(sources)
+    keys = sorted(bugs)
+    rng.shuffle(keys)
+    for key in keys:
+        bug = rng.choice(bugs[key])
+        choices = _clue_choices(key, definitions[key], frequency)
+        if len(choices) < NUM_CLUES:
+            continue
+        clues = tuple(rng.sample(choices, NUM_CLUES))
+        if sum(definition.words >= set(clues) for definition in definitions.values()) > 2:
+            continue
+        buggy = bug.applied_to(sources[key[0]])
+        if buggy is not None:
+            yield _Candidate(path=key[0], kind=bug.kind, buggy=buggy, clues=clues)
+
+
+def _instruction(candidate: _Candidate, rng: random.Random) -> str:
+    first, second, third = candidate.clues
+    symptom = rng.choice(_SYMPTOMS[candidate.kind])
+    return f"{symptom}\nSeen with `{first}`, `{second}` and `{third}`.\n"
+
+
+_TASK_TOML = """schema_version = "1.4"
+
+[task]
+name = "pilotage/{name}"
+description = "Find the place of a bug in {package}"
+
+[metadata]
+package = "{package}"
+bug_kind = "{kind}"
+
+[agent]
+timeout_sec = 120.0
+
+[verifier]
+timeout_sec = 60.0
+
+[environment]
+workdir = "/workspace"
+network_mode = "no-network"
+cpus = 1
+memory_mb = 1024
+"""
+
+_TEST_SH = """#!/bin/bash
+python3 /tests/score.py /tests/gold.json /logs/agent/locations.json /logs/verifier/reward.json
+"""
+
+_SOLVE_SH = """#!/bin/bash
+mkdir -p /logs/agent
+cat > /logs/agent/locations.json <<'EOF'
+{answer}
+EOF
+"""
+
+
+def _answer(gold: Places) -> str:
+    locations: list[dict[str, str]] = []
+    for place in sorted(gold.functions):
+        path, _, name = place.partition(":")
+        owner, _, function = name.rpartition(".")
+        location = {"file": path, "class_name": owner, "function_name": function}
+        locations.append({key: value for key, value in location.items() if value})
+    return orjson.dumps({"locations": locations}).decode()
+
+
+def _write_text(path: Path, text: str, *, executable: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode())
+    if executable:
+        path.chmod(0o755)
+
+
+def _write_task(
+    directory: Path, package: str, sources: Mapping[str, str], candidate: _Candidate, rng: random.Random
+) -> None:
+    buggy = {**sources, candidate.path: candidate.buggy}
+    gold = gold_places(buggy, sources)
+    assert gold.functions, (directory, candidate.path, candidate.clues)
+    for path, source in buggy.items():
+        _write_text(directory / "environment" / path, source)
+    dockerfile = f"FROM python:3.12-slim\nWORKDIR /workspace\nCOPY {package} /workspace/{package}\n"
+    _write_text(directory / "environment" / "Dockerfile", dockerfile)
+    toml = _TASK_TOML.format(name=directory.name, package=package, kind=candidate.kind)
+    _write_text(directory / "task.toml", toml)
+    _write_text(directory / "instruction.md", _instruction(candidate, rng))
+    _write_text(directory / "tests" / "test.sh", _TEST_SH, executable=True)
+    _write_text(directory / "tests" / "score.py", Path(scoring.__file__).read_text())
+    record = {level: sorted(getattr(gold, level)) for level in ("files", "modules", "functions")}
+    _write_text(directory / "tests" / "gold.json", orjson.dumps(record).decode())
+    _write_text(directory / "solution" / "solve.sh", _SOLVE_SH.format(answer=_answer(gold)), executable=True)
+
+
+def write_package_tasks(out: Path, *, packages: Sequence[str], num_tasks: int, seed: int) -> list[Path]:
+    """Write `num_tasks` tasks, spread evenly over `packages`, into the new directory `out`.
+
+    The same packages, versions and seed give the same bytes. `out` appears only when it is whole.
+
+    Raises:
+        ConfigError: a package is not installed, or has too few functions for its share.
+    """
+    building = out.with_name(f".{out.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    written: list[Path] = []
+    for index, package in enumerate(packages):
+        share = num_tasks // len(packages) + (index < num_tasks % len(packages))
+        rng = random.Random(f"{seed}-{package}")
+        sources = package_sources(package)
+        candidates = _candidates(sources, rng)
+        for number in range(share):
+            candidate = next(candidates, None)
+            if candidate is None:
+                raise ConfigError(f"package {package!r} yields {number} tasks, {share} were asked for")
+            name = f"{package}-{number:04d}"
+            _write_task(building / name, package, sources, candidate, rng)
+            written.append(out / name)
+    building.rename(out)
+    return written
