@@ -1,0 +1,102 @@
+"""A checkpoint is an ordinary Hugging Face directory, plus an optimizer and a manifest.
+
+Invariant: a directory that holds the manifest is complete. Everything is written into a directory beside
+the target, the manifest last, and renamed when it is on disk; a kill leaves the old state or the new one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pilotage.errors import ConfigError, TrainerError
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+MANIFEST_FILE = "trainer_state.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    weights_version: int
+    is_published: bool
+    """Whether the sampler had these very weights, under this version."""
+    format_version: int = 1
+
+
+def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a directory, add the manifest, and put the whole in place.
+
+    Raises:
+        TrainerError: `target` holds something already.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise TrainerError(f"{target} is not empty; a checkpoint never replaces another")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    write(partial)
+    (partial / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
+    for path in partial.iterdir():
+        _sync(path)
+    _sync(partial)
+    os.rename(partial, target)
+    _sync(target.parent)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Read the manifest; None for a plain model directory.
+
+    Raises:
+        ConfigError: it is not one of ours.
+    """
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is not a manifest of this version: {error}") from error
+
+
+def save_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW) -> None:
+    """Write the moments by parameter name; parameters that were never stepped have none."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        state = optimizer.state.get(parameter)
+        if state:
+            tensors |= {f"{name}/{moment}": state[moment].contiguous() for moment in _MOMENTS}
+    save_file(tensors, directory / OPTIMIZER_FILE)
+
+
+def load_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW) -> None:
+    """Read moments into a fresh optimizer; without a file it stays fresh."""
+    path = directory / OPTIMIZER_FILE
+    if not path.is_file():
+        return
+    tensors = load_file(path)
+    for name, parameter in module.named_parameters():
+        moments = {moment: tensors.get(f"{name}/{moment}") for moment in _MOMENTS}
+        if moments["step"] is not None:
+            optimizer.state[parameter] = {
+                key: value if key == "step" or value is None else value.to(parameter.device)
+                for key, value in moments.items()
+            }
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,64 @@
+"""Log-probs of trained tokens under a torch module, differentiable, without ever holding all logits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from pilotage.types import Mask, TokenIds
+
+_CHUNK_LOGITS = 1 << 24
+"""Logits held at a time, 64 MiB in float32; more is computed in chunks, again in the backward pass."""
+
+_LINEAR_HEADS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
+"""Families whose logits are the output projection of the last hidden state and nothing else."""
+
+
+def trained_logprobs(
+    module: PreTrainedModel, ids: Sequence[TokenIds], masks: Sequence[Mask], *, temperature: float
+) -> Tensor:
+    """Return [n] log-probs of the masked tokens, sample after sample, at the sampling temperature.
+
+    Sequences are padded on the right, where causal attention never looks, so no attention mask is
+    needed. Logits are computed only where a trained token follows.
+    """
+    width = max(array.size for array in ids)
+    padded = np.zeros((len(ids), width), np.int64)
+    is_trained = np.zeros((len(ids), width), np.bool_)
+    for row, (array, mask) in enumerate(zip(ids, masks, strict=True)):
+        padded[row, : array.size] = array
+        is_trained[row, : array.size] = mask
+    input_ids = torch.from_numpy(padded).to(module.device)
+    before = torch.from_numpy(is_trained[:, 1:]).to(module.device)
+    targets_n = torch.from_numpy(padded[is_trained]).to(module.device)
+    if module.config.model_type not in _LINEAR_HEADS:
+        logits = module(input_ids=input_ids, use_cache=False).logits[:, :-1][before]
+        return _gather(logits, targets_n, temperature)
+    hidden = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][before]
+    head = module.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return _project(hidden, head, targets_n, temperature)
+
+
+def _project(hidden: Tensor, head: nn.Linear, targets_n: Tensor, temperature: float) -> Tensor:
+    """Apply the output projection in chunks."""
+    size = max(1, _CHUNK_LOGITS // head.out_features)
+    if targets_n.numel() <= size:
+        return _gather(head(hidden), targets_n, temperature)
+
+    def part(states: Tensor, targets: Tensor) -> Tensor:
+        return _gather(head(states), targets, temperature)
+
+    parts = zip(hidden.split(size), targets_n.split(size), strict=True)
+    chunks: list[Tensor] = [
+        checkpoint(part, states, targets, use_reentrant=False) for states, targets in parts
+    ]
+    return torch.cat(chunks)
+
+
+def _gather(logits: Tensor, targets_n: Tensor, temperature: float) -> Tensor:
+    scaled = logits.float() if temperature == 1 else logits.float() / temperature
+    return torch.log_softmax(scaled, dim=-1).gather(1, targets_n.unsqueeze(1)).squeeze(1)

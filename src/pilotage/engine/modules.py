@@ -1,0 +1,26 @@
+"""Loading a Hugging Face causal language model as a torch module."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pilotage.engine.policy import check_model_dir
+from pilotage.errors import ConfigError
+
+
+def load_module(directory: Path, *, device: torch.device) -> PreTrainedModel:
+    """Load weights in float32 and evaluation mode. Nothing is fetched from anywhere.
+
+    Raises:
+        ConfigError: the directory is incomplete, or transformers cannot read it.
+    """
+    check_model_dir(directory)
+    try:
+        module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory} cannot be loaded as a causal language model: {error}") from error
+    torch.nn.Module.to(module, device)
+    return module.eval()

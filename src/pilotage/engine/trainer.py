@@ -1,0 +1,203 @@
+"""Weights, gradients and optimizer of one model on one device; synchronous, one thread at a time.
+
+The forward pass computes log-probs of trained tokens only. Loss and gradient with respect to them come from
+`algorithms.policy_loss`, in float64, and are propagated back from there. A micro-batch holds whole rollouts,
+and denominators count the whole batch, so how a batch is split changes nothing.
+
+The module stays in evaluation mode: dropout would make the importance ratio a lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pilotage.algorithms import Denominators, TrainedTokens, logprob_gap, policy_loss
+from pilotage.engine.checkpoint import load_optimizer, save_optimizer
+from pilotage.engine.logprobs import trained_logprobs
+from pilotage.engine.modules import load_module
+from pilotage.errors import TrainerError
+from pilotage.types import (
+    AdamParams,
+    ForwardBackwardResult,
+    LossConfig,
+    PolicyLoss,
+    Sample,
+    StepResult,
+)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Totals:
+    """What the micro-batches of one batch add up to."""
+
+    loss: float = 0.0
+    clipped_tokens: int = 0
+    kl_sum: float = 0.0
+    trainer_logprobs: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
+    sampler_logprobs: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
+
+
+class TorchTrainer:
+    """Gradient accumulation and AdamW on a Hugging Face module in float32."""
+
+    def __init__(self, model_dir: Path, *, device: torch.device, micro_batch_tokens: int) -> None:
+        self.module: PreTrainedModel = load_module(model_dir, device=device)
+        self._model_dir = model_dir
+        self._micro_batch_tokens = micro_batch_tokens
+        self._reference: PreTrainedModel | None = None
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
+        self._num_backwards = 0
+
+    def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        """Add the gradient of `loss` over one whole batch; a failure leaves no partial gradient."""
+        trained = [sample for sample in samples if sample.trained_tokens]
+        denominators = Denominators.of(trained)
+        totals = _Totals()
+        micro_batches = split(trained, budget_tokens=self._micro_batch_tokens)
+        try:
+            for micro_batch in micro_batches:
+                self._add_gradient(micro_batch, loss, denominators, totals)
+        except BaseException:
+            self._clear()
+            raise
+        self._num_backwards += 1
+        return _summarise(totals, loss, denominators, forwarded_tokens=sum(s.token_ids.size for s in trained))
+
+    def step(self, params: AdamParams) -> StepResult:
+        """Clip, apply and clear the accumulated gradient.
+
+        Raises:
+            TrainerError: nothing was accumulated, or the gradient is not finite; it is cleared, and the
+                weights are as before.
+        """
+        if not self._num_backwards:
+            raise TrainerError("step without forward_backward: no gradient was accumulated")
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        num_backwards = self._num_backwards
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        try:
+            if not np.isfinite(norm):
+                raise TrainerError(
+                    f"the gradient's norm is {norm}; nothing was applied. Lower the learning rate, or resume"
+                    " from the last checkpoint"
+                )
+            if 0 < params.max_grad_norm < norm:
+                torch.nn.utils.clip_grads_with_norm_(parameters, params.max_grad_norm, torch.tensor(norm))
+            for group in self._optimizer.param_groups:
+                group.update(
+                    lr=params.learning_rate,
+                    betas=(params.beta1, params.beta2),
+                    eps=params.eps,
+                    weight_decay=params.weight_decay,
+                )
+            self._optimizer.step()
+        finally:
+            self._clear()
+        return StepResult(grad_norm=norm, learning_rate=params.learning_rate, num_backwards=num_backwards)
+
+    def logprobs(self, token_ids: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return [L - 1] log-probs of tokens 1 to L - 1 of one sequence, at temperature 1."""
+        mask = np.ones(token_ids.size, np.bool_)
+        mask[0] = False
+        with torch.no_grad():
+            values = trained_logprobs(self.module, [token_ids], [mask], temperature=1.0)
+        return values.double().cpu().numpy()
+
+    def save_state(self, directory: Path) -> None:
+        """Write weights, config and optimizer into an existing directory."""
+        self.module.save_pretrained(directory)
+        save_optimizer(directory, self.module, self._optimizer)
+
+    def load_state(self, directory: Path) -> None:
+        """Restore what `save_state` wrote; a directory without an optimizer starts a fresh one."""
+        module = load_module(directory, device=self.module.device)
+        self.module.load_state_dict(module.state_dict())
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
+        load_optimizer(directory, self.module, self._optimizer)
+        self._clear()
+
+    def _add_gradient(
+        self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: _Totals
+    ) -> None:
+        """Forward, loss and backward of one micro-batch of whole rollouts."""
+        logprobs = self._forward(self.module, samples, loss)
+        reference: NDArray[np.float64] | None = None
+        if loss.kl_coef:
+            with torch.no_grad():
+                reference = _to_numpy(self._forward(self._frozen_reference(), samples, loss))
+        tokens = TrainedTokens.of(samples)
+        values = _to_numpy(logprobs)
+        result = policy_loss(tokens, values, loss, denominators=denominators, reference_logprobs_n=reference)
+        logprobs.backward(torch.from_numpy(result.gradient_n).to(logprobs))
+        totals.loss += result.loss
+        totals.clipped_tokens += result.clipped_tokens
+        totals.kl_sum += result.kl_sum
+        totals.trainer_logprobs.append(values)
+        totals.sampler_logprobs.append(tokens.sampler_logprobs_n)
+
+    def _forward(self, module: PreTrainedModel, samples: Sequence[Sample], loss: LossConfig) -> Tensor:
+        ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
+        return trained_logprobs(module, ids, masks, temperature=loss.temperature)
+
+    def _frozen_reference(self) -> PreTrainedModel:
+        """Load the weights that the engine was opened with, the first time they are needed."""
+        if self._reference is None:
+            self._reference = load_module(self._model_dir, device=self.module.device)
+            self._reference.requires_grad_(False)
+        return self._reference
+
+    def _clear(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._num_backwards = 0
+
+
+def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:
+    """Split a batch into micro-batches of whole rollouts, each about `budget_tokens` padded tokens.
+
+    Rollouts of like length come together, so that little is padded. One rollout larger than the budget
+    makes a micro-batch of its own. The order depends on the batch alone.
+    """
+    rollouts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault(sample.sequence_id, []).append(sample)
+    micro_batches: list[list[Sample]] = []
+    num_samples = longest = 0
+    for rollout in sorted(rollouts.values(), key=lambda branches: max(s.token_ids.size for s in branches)):
+        longest = max(longest, *(sample.token_ids.size for sample in rollout))
+        num_samples += len(rollout)
+        if not micro_batches or num_samples * longest > budget_tokens:
+            micro_batches.append([])
+            num_samples, longest = len(rollout), max(sample.token_ids.size for sample in rollout)
+        micro_batches[-1] += rollout
+    return micro_batches
+
+
+def _summarise(
+    totals: _Totals, loss: LossConfig, denominators: Denominators, *, forwarded_tokens: int
+) -> ForwardBackwardResult:
+    """Turn sums into the figures of the batch."""
+    tokens = denominators.trained_tokens
+    gap = None
+    if tokens and loss.policy_loss is not PolicyLoss.CROSS_ENTROPY:
+        gap = logprob_gap(np.concatenate(totals.trainer_logprobs), np.concatenate(totals.sampler_logprobs))
+    return ForwardBackwardResult(
+        loss=totals.loss,
+        trained_tokens=tokens,
+        forwarded_tokens=forwarded_tokens,
+        num_sequences=denominators.num_sequences,
+        logprob_gap_mean=None if gap is None else gap.mean,
+        logprob_gap_max=None if gap is None else gap.max,
+        gap_k3=None if gap is None else gap.k3,
+        clip_fraction=None if gap is None else totals.clipped_tokens / tokens,
+        kl_to_reference=totals.kl_sum / tokens if loss.kl_coef and tokens else None,
+    )
+
+
+def _to_numpy(values: Tensor) -> NDArray[np.float64]:
+    return values.detach().double().cpu().numpy()
