@@ -54,6 +54,8 @@ class Call:
     """One running sampler call and how many requests wait for it."""
 
     key: bytes
+    draw: int
+    """Seeds the sampler, with the session's seed."""
     task: asyncio.Task[int]
     """Returns the index of the recorded turn."""
     num_waiting: int = 0
@@ -143,7 +145,7 @@ class Session:
         """Stop waiting; the last to leave an unfinished call cancels it, which frees its slot."""
         call.num_waiting -= 1
         if call.num_waiting == 0 and call.task.cancel():
-            del self._running[call.key]
+            self._forget(call, is_draw_free=True)
 
     def deliver(self, turn: int, request: ChatRequest) -> None:
         """Note that a turn is being answered over an open connection."""
@@ -175,20 +177,23 @@ class Session:
         if budget is not None and len(self.tree) + len(self._running) >= budget:
             raise turns_exhausted(budget)
         draw = self._draws.take()
-        call = Call(key=request.key, task=asyncio.create_task(self._turn(request, draw)))
+        call = Call(key=request.key, draw=draw, task=asyncio.create_task(self._turn(request, draw)))
         self._running[request.key] = call
         self._tasks.add(call.task)
         # First of the callbacks, so that the books are in order when those who wait wake up.
-        call.task.add_done_callback(lambda task: self._finished(call, task, draw))
+        call.task.add_done_callback(partial(self._finished, call))
         return call
 
-    def _finished(self, call: Call, task: asyncio.Task[int], draw: int) -> None:
+    def _finished(self, call: Call, task: asyncio.Task[int]) -> None:
         self._tasks.discard(task)
+        # Reading the exception also tells asyncio that it was not lost: whoever waits raises it.
+        self._forget(call, is_draw_free=task.cancelled() or task.exception() is not None)
+
+    def _forget(self, call: Call, *, is_draw_free: bool) -> None:
         if self._running.get(call.key) is call:
             del self._running[call.key]
-        # Reading the exception also tells asyncio that it was not lost: whoever waits raises it.
-        if task.cancelled() or task.exception() is not None:
-            self._draws.give_back(draw)
+            if is_draw_free:
+                self._draws.give_back(call.draw)
 
     async def _turn(self, request: ChatRequest, draw: int) -> int:
         started_at = time.time()
