@@ -1,1 +1,54 @@
-"""Placeholder line, replaced by the package's own docstring."""
+"""Rollouts: one Harbor trial per attempt, in a sandbox, with an agent that talks to a session at the proxy.
+
+Invariant: `HarborRunner.run` returns exactly one finished rollout with exactly one declared outcome, and
+whatever ends it, no process, terminal, mount or directory of the trial is left. This package does not sample,
+record tokens or train, and it writes no run directory.
+
+Names are loaded when they are first used: Harbor and the OpenHands SDK take seconds to import.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pilotage.rollouts.host_environment import HostEnvironment
+    from pilotage.rollouts.openhands_agent import OpenHandsHarborAgent
+    from pilotage.rollouts.register import SweepReport, sweep
+    from pilotage.rollouts.rewards import read_reward
+    from pilotage.rollouts.runner import HarborRunner, RunnerSettings
+    from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice
+
+__all__ = [
+    "AgentChoice",
+    "Deadlines",
+    "EnvironmentChoice",
+    "HarborRunner",
+    "HostEnvironment",
+    "OpenHandsHarborAgent",
+    "RunnerSettings",
+    "SweepReport",
+    "read_reward",
+    "sweep",
+]
+
+_HOMES = {
+    "AgentChoice": "trial",
+    "Deadlines": "trial",
+    "EnvironmentChoice": "trial",
+    "HarborRunner": "runner",
+    "HostEnvironment": "host_environment",
+    "OpenHandsHarborAgent": "openhands_agent",
+    "RunnerSettings": "runner",
+    "SweepReport": "register",
+    "read_reward": "rewards",
+    "sweep": "register",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pilotage.rollouts.third_party import prepare
+
+    prepare()
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

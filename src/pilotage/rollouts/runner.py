@@ -1,0 +1,183 @@
+"""`HarborRunner`: one attempt after another at a task, each a Harbor trial with a session of its own."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pilotage.interfaces import SessionHost
+from pilotage.rollouts.outcomes import decide
+from pilotage.rollouts.register import sweep
+from pilotage.rollouts.report import TrialReport
+from pilotage.rollouts.sandbox import check_programs
+from pilotage.rollouts.trial import (
+    HOST_ENVIRONMENT,
+    AgentChoice,
+    Deadlines,
+    EnvironmentChoice,
+    TrialSpec,
+    run_trial,
+)
+from pilotage.rollouts.workers import TrialWorkers
+from pilotage.types import (
+    OUTCOME_RULES,
+    Rollout,
+    RolloutRequest,
+    SessionAccess,
+    SessionRecord,
+    SessionSpec,
+)
+
+_KEY_GRACE_S = 120.0
+"""A key outlives its trial's deadline by this much, for teardown."""
+_MODELLESS_AGENTS = frozenset({"nop", "oracle"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    """How rollouts are run; the same for all of a run."""
+
+    trials_directory: Path
+    agent: AgentChoice = field(default_factory=AgentChoice)
+    environment: EnvironmentChoice = field(default_factory=EnvironmentChoice)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    max_turns: int = 10
+    """Model calls of one rollout; the agent stops there, and the proxy answers no more."""
+    reward_key: str = "reward"
+    expects_hand_in: bool = False
+    """Whether a rollout without exactly one hand-in is `submission_invalid`."""
+    concurrency: int = 8
+    """Rollouts that run at once; further ones wait."""
+    workers: int = 2
+    """Processes that run trials; 0 runs them in this one."""
+    keep_trials: bool = False
+    """Whether trial directories stay for a person to read."""
+
+
+class HarborRunner:
+    """Runs rollouts; use it as an async context manager, which sweeps first and stops the workers last."""
+
+    def __init__(self, *, sessions: SessionHost, settings: RunnerSettings) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._workers = TrialWorkers(settings.workers) if settings.workers else None
+
+    async def __aenter__(self) -> Self:
+        """Clear what dead drivers left, check the sandbox, and start the workers.
+
+        Raises:
+            ConfigError: a sandbox cannot be made here.
+        """
+        await asyncio.to_thread(sweep)
+        environment = self._settings.environment
+        if environment.name == HOST_ENVIRONMENT and not environment.options.get("unsandboxed"):
+            await asyncio.to_thread(check_programs)
+        if self._workers is not None:
+            await self._workers.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._workers is not None:
+            await asyncio.shield(self._workers.close())
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        """Return exactly one finished rollout; raises only when cancelled.
+
+        A fault of the machinery is tried again, in a new session, as often as the table of outcomes says.
+        """
+        async with self._slots:
+            attempt = 0
+            while True:
+                rollout = await self._attempt(request, attempt)
+                if attempt >= OUTCOME_RULES[rollout.outcome].max_retries:
+                    return rollout
+                attempt += 1
+
+    async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
+        settings = self._settings
+        access = self._sessions.open(
+            SessionSpec(
+                rollout_id=request.id if attempt == 0 else f"{request.id}-retry-{attempt}",
+                sampling=request.sampling,
+                ttl_s=settings.deadlines.trial_s + _KEY_GRACE_S,
+                max_turns=settings.max_turns,
+            )
+        )
+        try:
+            report = await self._run_trial(self._spec(request, attempt, access))
+        except BaseException:
+            await asyncio.shield(self._sessions.close(access))
+            raise
+        record = await asyncio.shield(self._sessions.close(access))
+        return _rollout(request, attempt, report, record, settings)
+
+    async def _run_trial(self, spec: TrialSpec) -> TrialReport:
+        return await (self._workers.run(spec) if self._workers is not None else run_trial(spec))
+
+    def _spec(self, request: RolloutRequest, attempt: int, access: SessionAccess) -> TrialSpec:
+        settings = self._settings
+        readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", request.id)
+        return TrialSpec(
+            # Unique on the machine: two runs may use the same rollout ids.
+            name=f"{readable}-{attempt}-{uuid.uuid4().hex[:8]}",
+            task_path=request.task.path,
+            trials_directory=settings.trials_directory,
+            access=access,
+            agent=settings.agent,
+            environment=settings.environment,
+            deadlines=settings.deadlines,
+            max_turns=settings.max_turns,
+            reward_key=settings.reward_key,
+            keep_directory=settings.keep_trials,
+        )
+
+
+def _rollout(
+    request: RolloutRequest,
+    attempt: int,
+    report: TrialReport,
+    record: SessionRecord,
+    settings: RunnerSettings,
+) -> Rollout:
+    verdict = decide(
+        report,
+        record,
+        expects_hand_in=settings.expects_hand_in,
+        calls_model=settings.agent.name not in _MODELLESS_AGENTS,
+    )
+    return Rollout(
+        id=request.id,
+        group_id=request.group_id,
+        task_id=request.task.id,
+        attempt=attempt,
+        outcome=verdict.outcome,
+        reward=report.reward if OUTCOME_RULES[verdict.outcome].has_reward else None,
+        trajectory=record.trajectory,
+        failure=verdict.failure,
+        timings_s=report.timings_s,
+        counters=record.counters,
+        facts=_facts(report),
+    )
+
+
+def _facts(report: TrialReport) -> Mapping[str, str]:
+    agent = report.agent
+    if agent is None:
+        return {}
+    facts = {
+        "stop_reason": agent.stop_reason.value,
+        "turns": str(agent.turns),
+        "hand_in": agent.hand_ins[0] if agent.hand_ins else "",
+        "hand_ins": str(len(agent.hand_ins)),
+        "rejected_hand_ins": str(agent.rejected_hand_ins),
+        "last_message": agent.last_message,
+        "error": agent.error,
+    }
+    return {name: value for name, value in facts.items() if value}

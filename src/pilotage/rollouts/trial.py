@@ -1,0 +1,233 @@
+"""Run one Harbor trial from a picklable specification to a picklable report.
+
+Both paths, in this process and in a worker, go through `run_trial`. Invariant: it returns a report whatever
+Harbor, the agent or the verifier do, raises only when cancelled, and leaves no environment running and,
+unless asked to keep it, no trial directory.
+"""
+
+import asyncio
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pilotage.errors import RewardError
+from pilotage.rollouts.register import Holding, Register, current_process, remove_tree
+from pilotage.rollouts.report import AgentFacts, TrialFault, TrialPhase, TrialReport
+from pilotage.rollouts.rewards import read_reward
+from pilotage.rollouts.third_party import prepare
+from pilotage.types import SessionAccess
+
+if TYPE_CHECKING:
+    from harbor.models.trial.config import AgentConfig, TrialConfig
+    from harbor.models.trial.result import TimingInfo, TrialResult
+
+OPENHANDS_AGENT = "pilotage.rollouts:OpenHandsHarborAgent"
+HOST_ENVIRONMENT = "pilotage.rollouts:HostEnvironment"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentChoice:
+    """Which agent runs, and its own options."""
+
+    name: str = OPENHANDS_AGENT
+    """`module:Class`, or the name of one of Harbor's agents."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Passed to the agent's constructor. A `module:Class` agent also gets `base_url`, `api_key_variable`
+    (the environment variable that holds the key) and, if it is ours, `max_turns`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentChoice:
+    """Where the trial runs."""
+
+    name: str = HOST_ENVIRONMENT
+    """`module:Class`, or one of Harbor's environment types."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Passed to the environment's constructor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds per phase; None leaves a phase to the task."""
+
+    agent_s: float | None = None
+    verifier_s: float | None = None
+    trial_s: float = 3600.0
+    """Of the whole trial, whatever it hangs in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSpec:
+    """One attempt at one task."""
+
+    name: str
+    """Unique on this machine; names the trial directory and the sandbox."""
+    task_path: Path
+    trials_directory: Path
+    access: SessionAccess
+    agent: AgentChoice
+    environment: EnvironmentChoice
+    deadlines: Deadlines
+    max_turns: int
+    reward_key: str
+    keep_directory: bool = False
+
+    @property
+    def directory(self) -> Path:
+        """The trial directory that Harbor fills."""
+        return self.trials_directory / self.name
+
+
+async def run_trial(spec: TrialSpec) -> TrialReport:
+    """Run the trial and report what happened.
+
+    Raises:
+        asyncio.CancelledError: as usual, after the environment was stopped.
+    """
+    started = time.monotonic()
+    register = Register()
+    holding = Holding(id=f"trial-{spec.name}", owner=current_process(), tree=str(spec.directory.absolute()))
+    register.write(holding)
+    try:
+        report = await _attributed(spec)
+    finally:
+        if not spec.keep_directory:
+            await asyncio.to_thread(remove_tree, spec.directory)
+        register.remove(holding.id)
+    report.timings_s["total"] = time.monotonic() - started
+    return report
+
+
+async def _attributed(spec: TrialSpec) -> TrialReport:
+    """The boundary: whatever escapes from Harbor becomes a fault of the trial."""
+    key_variable = f"PILOTAGE_KEY_{spec.name}"
+    os.environ[key_variable] = spec.access.api_key  # by name: Harbor writes an agent's options to disk
+    try:
+        async with asyncio.timeout(spec.deadlines.trial_s):
+            return _report(await _run_harbor(spec, key_variable), spec)
+    except TimeoutError:
+        message = f"the trial took longer than {spec.deadlines.trial_s:g} s in all"
+        return _faulty(TrialPhase.ENVIRONMENT, "TrialTimeoutError", message)
+    except Exception as error:  # noqa: BLE001  # the one place where Harbor's failures are attributed
+        return _faulty(TrialPhase.ENVIRONMENT, type(error).__name__, str(error), traceback.format_exc())
+    finally:
+        os.environ.pop(key_variable, None)
+
+
+def _faulty(phase: TrialPhase, kind: str, message: str, trace: str = "") -> TrialReport:
+    return TrialReport(fault=TrialFault(phase=phase, kind=kind, message=message, traceback=trace))
+
+
+async def _run_harbor(spec: TrialSpec, key_variable: str) -> "TrialResult":
+    prepare()
+    from harbor.trial.trial import Trial
+
+    trial = await Trial.create(_trial_config(spec, key_variable))
+    return await trial.run()
+
+
+def _trial_config(spec: TrialSpec, key_variable: str) -> "TrialConfig":
+    from harbor.agents.factory import AgentFactory
+    from harbor.agents.installed.base import BaseInstalledAgent
+    from harbor.models.environment_type import EnvironmentType
+    from harbor.models.trial.config import EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
+
+    agent = _agent_config(spec, key_variable)
+    options = dict(spec.environment.options)
+    if spec.environment.name == HOST_ENVIRONMENT and agent.env:
+        agent_class = AgentFactory.get_agent_class_from_config(agent)
+        if not issubclass(agent_class, BaseInstalledAgent):
+            options["withheld_variables"] = sorted(agent.env)  # it calls the model from this process
+    is_path = ":" in spec.environment.name
+    environment = EnvironmentConfig(
+        type=None if is_path else EnvironmentType(spec.environment.name),
+        import_path=spec.environment.name if is_path else None,
+        kwargs=options,
+    )
+    return TrialConfig(
+        task=TaskConfig(path=spec.task_path),
+        trial_name=spec.name,
+        trials_dir=spec.trials_directory,
+        agent=agent,
+        environment=environment,
+        verifier=VerifierConfig(override_timeout_sec=spec.deadlines.verifier_s),
+    )
+
+
+def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
+    from harbor.agents.factory import AgentFactory
+    from harbor.models.trial.config import AgentConfig
+
+    model = f"openai/{spec.access.model}"
+    if ":" in spec.agent.name:
+        endpoint = {"base_url": spec.access.base_url, "api_key_variable": key_variable}
+        budget = {"max_turns": spec.max_turns} if spec.agent.name == OPENHANDS_AGENT else {}
+        return AgentConfig(
+            import_path=spec.agent.name,
+            model_name=model,
+            override_timeout_sec=spec.deadlines.agent_s,
+            kwargs={**endpoint, **budget, **spec.agent.options},
+        )
+    config = AgentConfig(
+        name=spec.agent.name,
+        override_timeout_sec=spec.deadlines.agent_s,
+        kwargs=dict(spec.agent.options),
+    )
+    if AgentFactory.get_agent_class_from_config(config).MODEL_CONNECTION is None:
+        return config  # oracle and nop: they call no model
+    endpoint_env = {"OPENAI_API_KEY": spec.access.api_key, "LLM_API_KEY": spec.access.api_key}
+    return config.model_copy(
+        update={"model_name": model, "base_url": spec.access.base_url, "env": endpoint_env}
+    )
+
+
+def _report(result: "TrialResult", spec: TrialSpec) -> TrialReport:
+    fault = _fault(result)
+    agent_result = result.agent_result
+    rewards = result.verifier_result.rewards if result.verifier_result is not None else None
+    reward, problem = None, ""
+    if result.verifier is not None and result.verifier.started_at is not None:
+        try:
+            reward = read_reward(spec.directory / "verifier", key=spec.reward_key, harbor_rewards=rewards)
+        except RewardError as error:
+            problem = str(error)
+    return TrialReport(
+        fault=fault,
+        reward=reward,
+        reward_problem=problem,
+        agent=AgentFacts.from_metadata(agent_result.metadata if agent_result is not None else None),
+        timings_s={
+            "environment": _seconds(result.environment_setup),
+            "agent": _seconds(result.agent_setup) + _seconds(result.agent_execution),
+            "verifier": _seconds(result.verifier),
+        },
+    )
+
+
+def _fault(result: "TrialResult") -> TrialFault | None:
+    info = result.exception_info
+    if info is None:
+        return None
+    verified_from = result.verifier.started_at if result.verifier is not None else None
+    if verified_from is not None and info.occurred_at >= verified_from:
+        phase = TrialPhase.VERIFIER
+    elif result.agent_setup is not None:
+        phase = TrialPhase.AGENT
+    else:
+        phase = TrialPhase.ENVIRONMENT
+    return TrialFault(
+        phase=phase,
+        kind=info.exception_type,
+        message=info.exception_message,
+        traceback=info.exception_traceback,
+    )
+
+
+def _seconds(timing: "TimingInfo | None") -> float:
+    if timing is None or timing.started_at is None or timing.finished_at is None:
+        return 0.0
+    return (timing.finished_at - timing.started_at).total_seconds()

@@ -1,0 +1,83 @@
+"""The program of one worker process: `python -m pilotage.rollouts.worker FD`.
+
+It reads trials from the socket FD, runs many at once in one event loop, and sends each report when it is
+done. It ends when the socket closes, after its trials were cancelled, and at once when its parent dies.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from pilotage.rollouts.frames import Cancel, Done, Frames, Ready, Run
+from pilotage.rollouts.report import TrialReport
+from pilotage.rollouts.third_party import prepare
+from pilotage.rollouts.trial import run_trial
+
+_MAX_TOOL_THREADS = 256
+"""Every running tool call of an OpenHands conversation occupies one thread, most of them waiting."""
+_PRELOADED = (
+    "harbor.trial.trial",
+    "pilotage.rollouts.conversation",
+    "pilotage.rollouts.host_environment",
+    "pilotage.rollouts.openhands_agent",
+)
+_SHUTDOWN_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent == 1 or os.getppid() != parent:  # it died before the signal was armed
+        sys.exit(1)
+
+
+async def _work(frames: Frames) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_TOOL_THREADS, thread_name_prefix="tool"))
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(order: Run) -> None:
+        try:
+            report = await run_trial(order.spec)
+        except asyncio.CancelledError:
+            report = TrialReport(is_cancelled=True)
+        finally:
+            del running[order.number]
+        await frames.send(Done(number=order.number, report=report))
+
+    await frames.send(Ready())
+    async for frame in frames:
+        if isinstance(frame, Run):
+            running[frame.number] = asyncio.create_task(run(frame))
+        elif isinstance(frame, Cancel) and (task := running.get(frame.number)) is not None:
+            task.cancel()
+    for task in running.values():
+        task.cancel()
+    if running:
+        await asyncio.wait(list(running.values()), timeout=_SHUTDOWN_S)
+
+
+async def _serve(descriptor: int) -> None:
+    connection = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    await _work(Frames(reader, writer))
+
+
+def main() -> None:
+    """Import what trials need, then work until the socket closes."""
+    _die_with_parent()
+    prepare()
+    for module in _PRELOADED:
+        importlib.import_module(module)
+    asyncio.run(_serve(int(sys.argv[1])))
+    os._exit(0)  # threads of tools that ignore their end must not hold the process
+
+
+if __name__ == "__main__":
+    main()
