@@ -45,11 +45,16 @@ def has_spread(rewards: NDArray[np.float64], *, rtol: float = 1e-6) -> bool:
     """Say whether rewards differ by more than rounding.
 
     Args:
-        rewards: [n], n >= 1, finite.
+        rewards: [n], n >= 1.
         rtol: smallest max - min that counts, as a share of the largest magnitude.
 
     Returns:
         True where the rewards carry a preference. The test is relative, so that it does not depend on the
         unit of the reward.
+
+    Raises:
+        ValueError: a reward is not finite.
     """
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, got {rewards}")
     return bool(np.ptp(rewards) > rtol * np.abs(rewards).max())

@@ -121,15 +121,12 @@ def policy_loss(
 def _weights(tokens: TrainedTokens, config: LossConfig, denominators: Denominators) -> _Floats:
     """Return [n] how much each token counts."""
     sequence_n = tokens.sequence_n
-    match config.reduction:
-        case Reduction.TOKEN_MEAN:
-            denominator_n = np.full(sequence_n.size, denominators.trained_tokens, np.float64)
-        case Reduction.SEQUENCE_MEAN:
-            denominator_n = np.bincount(sequence_n)[sequence_n] * np.float64(denominators.num_sequences)
-        case Reduction.DR_GRPO:
-            constant = denominators.num_sequences * config.dr_grpo_tokens
-            denominator_n = np.full(sequence_n.size, constant, np.float64)
-    return 1.0 / denominator_n
+    if config.reduction is Reduction.SEQUENCE_MEAN:
+        return 1.0 / (np.bincount(sequence_n)[sequence_n] * np.float64(denominators.num_sequences))
+    count = denominators.trained_tokens
+    if config.reduction is Reduction.DR_GRPO:
+        count = denominators.num_sequences * config.dr_grpo_tokens
+    return np.full(sequence_n.size, 1.0 / max(count, 1))
 
 
 def _clipped(

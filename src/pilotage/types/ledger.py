@@ -9,7 +9,7 @@ class Ledger:
     """Counts of sampled tokens; it balances by construction, or it does not exist.
 
     masked: in the batch but not in the loss. dropped: not in the batch. Each with a reason, which is the
-    name of an outcome, `orphan`, `no_spread`, `group_too_small` or `no_advantage`.
+    name of an outcome, `orphan`, `no_spread`, `group_too_small` or `first_token`.
     """
 
     sampled_tokens: int
