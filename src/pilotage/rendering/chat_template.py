@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pilotage.errors import TemplateError
+from pilotage.rendering.foreign import failing_as_template_error
 from pilotage.rendering.template_objects import message_object, tool_object
 from pilotage.types import Message, ToolSchema
 
@@ -35,10 +36,8 @@ class ChatTemplate:
         """
         self.source = source
         self._variables = dict(variables or {})
-        try:
+        with failing_as_template_error("the chat template does not compile"):
             self._template = _environment().from_string(source, globals=_GLOBALS)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not compile: {error}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate":
@@ -57,7 +56,10 @@ class ChatTemplate:
                 f"{model_dir} has no chat template; put one in {TEMPLATE_FILE}, or under chat_template in"
                 f" {CONFIG_FILE}"
             )
-        return cls(source, variables=dict(_special_tokens(config)))
+        try:
+            return cls(source, variables=dict(_special_tokens(config)))
+        except TemplateError as error:
+            raise TemplateError(f"{model_dir}: {error}") from error
 
     def render(
         self,
@@ -76,7 +78,7 @@ class ChatTemplate:
             TemplateError: the template refuses the conversation, or fails.
         """
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        try:
+        with failing_as_template_error("the chat template failed"):
             return self._template.render(
                 messages=[message_object(message) for message in messages],
                 tools=[tool_object(tool) for tool in tools] or None,
@@ -84,8 +86,6 @@ class ChatTemplate:
                 **self._variables,
                 **thinking,
             )
-        except Exception as error:  # a template is foreign code: it may fail in any way
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
 class _GenerationTag(Extension):
@@ -132,10 +132,8 @@ _GLOBALS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
+    with failing_as_template_error(f"{path} is not JSON"):
         config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise TemplateError(f"{path} is not JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pilotage.errors import TemplateError
+from pilotage.rendering.foreign import failing_as_template_error
 from pilotage.types import TokenIds, token_ids
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -58,14 +59,12 @@ class TokenizerFile:
         path = model_dir / TOKENIZER_FILE
         if not path.is_file():
             raise TemplateError(f"{model_dir} has no {TOKENIZER_FILE}; give a model directory that holds one")
-        try:
+        with failing_as_template_error(f"{path} is not a readable tokenizer"):
             content: dict[str, Any] = json.loads(path.read_bytes())
             unknown_token = content["model"].get("unk_token")
             added = {token["content"]: token for token in content["added_tokens"]}
             content |= {"added_tokens": [], "truncation": None, "padding": None}
             text_tokenizer = Tokenizer.from_str(json.dumps(content))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TemplateError(f"{path} is not a readable tokenizer: {error}") from error
         # The unknown token stands for text; every other added token is a control token.
         added.pop(unknown_token, None)
         _require_hard_boundaries(path, added)
