@@ -1,11 +1,13 @@
 """A proxy with one open session and a plain client on it, over real HTTP without a socket."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import orjson
 from tests.fakes import Script, ScriptedSampler, WordRenderer
 
 from pilotage.proxy import ChatCompletionsProxy, Patience
@@ -82,6 +84,39 @@ def client_of(proxy: ChatCompletionsProxy, key: str) -> httpx.AsyncClient:
         base_url=proxy.base_url,
         headers={"authorization": f"Bearer {key}"},
     )
+
+
+class Connection:
+    """One request over a connection that the test can cut; what the proxy sends is kept."""
+
+    def __init__(self, proxy: ChatCompletionsProxy, key: str, body: Body) -> None:
+        self.cut = asyncio.Event()
+        self.sent: list[MutableMapping[str, Any]] = []
+        self._body: bytes | None = orjson.dumps(body)
+        self._app = proxy.app
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer " + key.encode())],
+        }
+
+    async def run(self) -> None:
+        await self._app(self._scope, self._receive, self._send)
+
+    async def _receive(self) -> Body:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.cut.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        self.sent.append(message)
 
 
 def system(text: str) -> Body:

@@ -6,10 +6,9 @@ from typing import Any
 
 import httpx
 import numpy as np
-import orjson
 import pytest
 from tests.fakes import ScriptedSampler, WordRenderer
-from tests.proxy.rig import HASTE, Body, client_of, rig, spec, user
+from tests.proxy.rig import HASTE, Connection, client_of, rig, spec, user
 
 from pilotage.errors import ContextExceededError, SamplerError, WeightsChangingError
 from pilotage.proxy import ChatCompletionsProxy, Patience, serve
@@ -193,39 +192,6 @@ async def test_a_marked_retry_of_something_never_asked_is_sampled() -> None:
     words = WordRenderer()
     async with rig(renderer=words, script=[words.reply("one")]) as it:
         assert (await it.post([user("a")], headers={"x-stainless-retry-count": "2"})).status_code == 200
-
-
-class Connection:
-    """One request over a connection that the test can cut; what the proxy sends is kept."""
-
-    def __init__(self, proxy: ChatCompletionsProxy, key: str, body: Body) -> None:
-        self.cut = asyncio.Event()
-        self.sent: list[MutableMapping[str, Any]] = []
-        self._body: bytes | None = orjson.dumps(body)
-        self._app = proxy.app
-        self._scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
-            "query_string": b"",
-            "headers": [(b"authorization", b"Bearer " + key.encode())],
-        }
-
-    async def run(self) -> None:
-        await self._app(self._scope, self._receive, self._send)
-
-    async def _receive(self) -> Body:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
-        await self.cut.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: MutableMapping[str, Any]) -> None:
-        self.sent.append(message)
 
 
 async def test_a_client_that_leaves_cancels_its_sampling_and_nothing_is_recorded() -> None:

@@ -36,7 +36,12 @@ MALFORMED: list[tuple[bytes, str]] = [
     ),
     (
         b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}',
-        "tool_calls[0].function.name must be a string",
+        "tool_calls[0].function needs a name and arguments that are strings",
+    ),
+    (
+        b'{"messages": [{"role": "assistant", "tool_calls":'
+        b' [{"function": {"name": "a", "arguments": {}}}]}]}',
+        "tool_calls[0].function needs a name and arguments that are strings",
     ),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools must be a list"),
     (

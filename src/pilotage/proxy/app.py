@@ -108,7 +108,7 @@ class ChatCompletionsProxy:
             return _refuse(refusal)
         session.counters["requests"] += 1
         try:
-            chat = parse_request(await _read_body(request), request.headers, session.tools_cache)
+            chat = parse_request(await _read_body(request), request.headers, session.reader)
             session.note_overrides(chat)
             return await self._complete(session, chat, request)
         except Refusal as refusal:

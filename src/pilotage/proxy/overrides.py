@@ -7,7 +7,7 @@ nucleus renormalises the log-probs. What differs is counted and logged, never ob
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pilotage.proxy.requests import JsonObject
+from pilotage.proxy.messages import JsonObject
 from pilotage.types import SamplingParams
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {

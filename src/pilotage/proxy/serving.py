@@ -22,7 +22,7 @@ async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int 
     Raises:
         OSError: the address cannot be bound.
     """
-    listener = socket.create_server((host, port), backlog=_BACKLOG)
+    listener = _listen(host, port)
     config = uvicorn.Config(
         proxy.app,
         log_config=None,
@@ -41,6 +41,21 @@ async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int 
         server.should_exit = True
         await asyncio.wait({serving})
         listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # The protocol is named because asyncio switches Nagle's delay off (40 ms an answer) only where it is.
+    listener = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
 
 
 class _EmbeddedServer(uvicorn.Server):

@@ -16,10 +16,11 @@ from functools import partial
 from pilotage.errors import ContextExceededError, SamplerError, TemplateError
 from pilotage.interfaces import Renderer, Sampler
 from pilotage.proxy.canonical import canonical_reply
+from pilotage.proxy.messages import Reader
 from pilotage.proxy.overrides import overridden
 from pilotage.proxy.patience import Patience, sample_patiently
 from pilotage.proxy.refusals import Refusal, bad_request, context_exceeded, turns_exhausted
-from pilotage.proxy.requests import ChatRequest, ToolsCache
+from pilotage.proxy.requests import ChatRequest
 from pilotage.proxy.tree import Attachment, Reply, SessionTree
 from pilotage.types import (
     Completion,
@@ -85,7 +86,7 @@ class Session:
         self.spec = spec
         self.tree = SessionTree(honour_dropped_reasoning=policy.honour_dropped_reasoning)
         self.counters: Counter[str] = Counter()
-        self.tools_cache = ToolsCache()
+        self.reader = Reader()
         self._policy = policy
         self._expires_at = time.monotonic() + spec.ttl_s
         self._running: dict[bytes, Call] = {}
@@ -203,7 +204,7 @@ class Session:
         params = self._fit(prompt_ids.size)
         completion = await self._sample(prompt_ids, params, draw)
         # Nothing is awaited from here: what was sampled is recorded.
-        parsed = self._policy.renderer.parse(completion.token_ids, request.tools)
+        parsed = self._policy.renderer.parse(completion.token_ids, request.tools.schemas)
         turn = Turn(
             parent=at.parent,
             context_ids=suffix_ids,
@@ -230,7 +231,7 @@ class Session:
         return Reply(message=message, canonical=canonical_reply(message))
 
     async def _encode(self, at: Attachment, request: ChatRequest) -> TokenIds:
-        new = request.messages[at.num_matched :]
+        new = tuple(read.message for read in request.messages[at.num_matched :])
         num_chars = sum(len(message.content) for message in new)
         try:
             if num_chars > _THREAD_CHARS:
@@ -242,8 +243,8 @@ class Session:
     def _render(self, at: Attachment, new: tuple[Message, ...], request: ChatRequest) -> TokenIds:
         renderer = self._policy.renderer
         if at.parent is None:
-            return renderer.render_prompt(new, request.tools)
-        return renderer.render_suffix(self.tree.last_id(at.parent), new, request.tools)
+            return renderer.render_prompt(new, request.tools.schemas)
+        return renderer.render_suffix(self.tree.last_id(at.parent), new, request.tools.schemas)
 
     def _fit(self, prompt_tokens: int) -> SamplingParams:
         """Return the recipe's parameters, with max_tokens clamped to what the window leaves."""

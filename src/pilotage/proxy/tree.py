@@ -49,10 +49,11 @@ class _Edges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Opening:
+class _Request:
     """What is kept of a turn's request, to name branches: nothing of its text."""
 
     node: _Node
+    tools_digest: bytes
     span: bytes
     num_messages: int
     conversation_hint: str
@@ -65,18 +66,22 @@ class SessionTree:
         self._honour_dropped_reasoning = honour_dropped_reasoning
         self._turns: list[Turn] = []
         self._replies: list[Reply] = []
-        self._requests: list[_Opening] = []
+        self._requests: list[_Request] = []
         self._prompt_tokens: list[int] = []
         self._edges: dict[_Node, _Edges] = {}
         self._newest_of_key: dict[bytes, int] = {}
+        self._newest_digests = b""
+        """Digests of the newest turn's whole request: most requests repeat it."""
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def attach(self, request: ChatRequest) -> Attachment:
         """Return the deepest turn whose conversation `request` repeats, the newest among equals."""
+        if self._continues_newest(request):
+            return Attachment(parent=len(self._turns) - 1, num_matched=self._requests[-1].num_messages + 1)
         best = Attachment(parent=None, num_matched=0)
-        open_ends: list[tuple[_Node, int]] = [(request.tools_digest, 0)]
+        open_ends: list[tuple[_Node, int]] = [(request.tools.digest, 0)]
         while open_ends:
             node, start = open_ends.pop()
             for turn, end in self._steps(node, start, request):
@@ -107,13 +112,14 @@ class SessionTree:
     def record(self, turn: Turn, reply: Reply, request: ChatRequest, num_matched: int) -> int:
         """Add a turn with the cause of its branch, if it starts one; returns its index."""
         index = len(self._turns)
-        node: _Node = request.tools_digest if turn.parent is None else turn.parent
+        node: _Node = request.tools.digest if turn.parent is None else turn.parent
         span = request.span(num_matched, len(request.messages))
         self._turns.append(replace(turn, branch_cause=self._branch_cause(node, span, request)))
         self._replies.append(reply)
         self._requests.append(
-            _Opening(
+            _Request(
                 node=node,
+                tools_digest=request.tools.digest,
                 span=span,
                 num_messages=len(request.messages),
                 conversation_hint=request.conversation_hint,
@@ -125,6 +131,7 @@ class SessionTree:
         edges.turns_at.setdefault(span, []).append(index)
         edges.num_messages.add(len(request.messages) - num_matched)
         self._newest_of_key[request.key] = index
+        self._newest_digests = request.digests
         return index
 
     def deliver(self, index: int) -> None:
@@ -156,12 +163,28 @@ class SessionTree:
         """Return everything recorded so far."""
         return Trajectory(turns=tuple(self._turns))
 
+    def _continues_newest(self, request: ChatRequest) -> bool:
+        """Decide the usual case with one comparison, where the walk would come to the same end.
+
+        The newest turn has no children, so nothing is deeper, unless a sibling of the same edge has.
+        """
+        if not self._turns or not request.digests.startswith(self._newest_digests):
+            return False
+        newest = self._requests[-1]
+        sent = request.reply_at(newest.num_messages)
+        return (
+            sent is not None
+            and request.tools.digest == newest.tools_digest
+            and len(self._edges[newest.node].turns_at[newest.span]) == 1
+            and self._is_repeated(len(self._turns) - 1, sent)
+        )
+
     def _steps(self, node: _Node, start: int, request: ChatRequest) -> list[tuple[int, int]]:
         """Return (turn, messages matched with it) for every turn one edge below `node`."""
         edges = self._edges.get(node)
         steps: list[tuple[int, int]] = []
         for length in edges.num_messages if edges else ():
-            sent = request.replies.get(start + length)
+            sent = request.reply_at(start + length)
             if edges is None or sent is None:
                 continue
             for turn in edges.turns_at.get(request.span(start, start + length), ()):
@@ -206,7 +229,7 @@ class SessionTree:
         opening = _opening(request)
         return all(known.node != tools_digest for known in self._roots() if known.span.startswith(opening))
 
-    def _roots(self) -> Iterator[_Opening]:
+    def _roots(self) -> Iterator[_Request]:
         return (known for known in self._requests if isinstance(known.node, bytes))
 
     def _cause_by_history(self, node: _Node, request: ChatRequest) -> BranchCause:
@@ -228,7 +251,7 @@ class SessionTree:
         start = 0 if isinstance(node, bytes) else self._requests[node].num_messages + 1
         edges = self._edges.get(node, _Edges())
         for length in edges.num_messages:
-            sent = request.replies.get(start + length)
+            sent = request.reply_at(start + length)
             turns = edges.turns_at.get(request.span(start, start + length), ())
             if sent is not None and any(self._replies[turn].canonical.says_the_same(sent) for turn in turns):
                 return True
@@ -237,7 +260,7 @@ class SessionTree:
 
 def _opening(request: ChatRequest) -> bytes:
     """Return the digests up to and with the first user message: what makes a conversation this one."""
-    for index, message in enumerate(request.messages):
-        if message.role is Role.USER:
+    for index, read in enumerate(request.messages):
+        if read.message.role is Role.USER:
             return request.span(0, index + 1)
     return request.digests
