@@ -65,7 +65,7 @@ class HostEnvironment(BaseEnvironment):
         withheld_variables: Sequence[str] = (),
         **harbor: Any,
     ) -> None:
-        """Take Harbor's arguments, and as `--ek` options:
+        """Take Harbor's arguments, and as `--environment-kwarg` options:
 
         unsandboxed: run commands as plain processes of this user, without any protection.
         register_directory: where sandboxes are registered for the sweep; default: private to this user.

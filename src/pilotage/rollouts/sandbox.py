@@ -46,7 +46,7 @@ _ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 _READY_LINE = b"ready\n"
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 60.0
 _REAP_TIMEOUT_S = 5.0
 
 
