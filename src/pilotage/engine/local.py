@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import Manifest, read_manifest, write_checkpoint
 from pilotage.engine.decoder import Decoder
 from pilotage.engine.fused import FusedDecoder, Layout
+from pilotage.engine.module_decoder import ModuleDecoder
 from pilotage.engine.policy import check_model_dir, copy_tokenizer, eos_token_ids
 from pilotage.engine.sampling_loop import SamplingLoop
 from pilotage.engine.trainer import TorchTrainer
@@ -87,7 +89,9 @@ class LocalEngine:
 
         def build() -> LocalEngine:
             trainer = TorchTrainer(model_dir, device=chosen, micro_batch_tokens=micro_batch_tokens)
-            decoder = build_decoder(trainer, max_context_tokens=max_context_tokens, max_batch=max_batch)
+            decoder = build_decoder(
+                trainer.module, max_context_tokens=max_context_tokens, max_batch=max_batch
+            )
             loop = SamplingLoop(decoder, stop_token_ids=stops, max_context_tokens=max_context_tokens)
             return cls(trainer=trainer, loop=loop, model_dir=model_dir, trainer_threads=trainer_threads)
 
@@ -194,18 +198,15 @@ class LocalEngine:
         await self._train(hand_over)
 
 
-def build_decoder(trainer: TorchTrainer, *, max_context_tokens: int, max_batch: int) -> Decoder:
-    """Choose the fused decoder where it knows the model."""
-    layout = Layout.of(trainer.module.config)
-    if layout is None:
-        raise ConfigError(f"models of type {trainer.module.config.model_type} are not supported yet")
+def build_decoder(module: PreTrainedModel, *, max_context_tokens: int, max_batch: int) -> Decoder:
+    """Choose the fused decoder where it knows the model, or else the module itself."""
+    num_slots = 2 * max_batch  # as many again as decode: contexts whose agents are running a tool
+    layout = Layout.of(module.config)
     with torch.inference_mode():
+        if layout is None:
+            return ModuleDecoder(module, max_batch=max_batch, num_kept=num_slots)
         return FusedDecoder(
-            trainer.module,
-            layout,
-            max_context_tokens=max_context_tokens,
-            max_batch=max_batch,
-            num_slots=2 * max_batch,
+            module, layout, max_context_tokens=max_context_tokens, max_batch=max_batch, num_slots=num_slots
         )
 
 

@@ -40,19 +40,26 @@ def trained_logprobs(
     hidden = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][before]
     head = module.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    return _project(hidden, head, targets_n, temperature)
+    return project(hidden, head, targets_n, temperature=temperature)
 
 
-def _project(hidden: Tensor, head: nn.Linear, targets_n: Tensor, temperature: float) -> Tensor:
-    """Apply the output projection in chunks."""
-    size = max(1, _CHUNK_LOGITS // head.out_features)
+def project(
+    hidden_nh: Tensor,
+    head: nn.Linear,
+    targets_n: Tensor,
+    *,
+    temperature: float,
+    chunk_logits: int = _CHUNK_LOGITS,
+) -> Tensor:
+    """Return [n] log-probs of targets from hidden states, holding at most `chunk_logits` logits at a time."""
+    size = max(1, chunk_logits // head.out_features)
     if targets_n.numel() <= size:
-        return _gather(head(hidden), targets_n, temperature)
+        return _gather(head(hidden_nh), targets_n, temperature)
 
     def part(states: Tensor, targets: Tensor) -> Tensor:
         return _gather(head(states), targets, temperature)
 
-    parts = zip(hidden.split(size), targets_n.split(size), strict=True)
+    parts = zip(hidden_nh.split(size), targets_n.split(size), strict=True)
     chunks: list[Tensor] = [
         checkpoint(part, states, targets, use_reentrant=False) for states, targets in parts
     ]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from pilotage.engine.policy import check_model_dir
 from pilotage.errors import ConfigError
@@ -16,6 +17,7 @@ def load_module(directory: Path, *, device: torch.device) -> PreTrainedModel:
         ConfigError: the directory is incomplete, or transformers cannot read it.
     """
     check_model_dir(directory)
+    disable_progress_bar()  # the terminal belongs to the command that runs, not to a library
     try:
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True

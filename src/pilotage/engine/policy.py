@@ -60,6 +60,7 @@ def create_policy(directory: Path, *, config: PolicyConfig, tokenizer_dir: Path,
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     tokenizer_file = tokenizer_dir / "tokenizer.json"
     if not tokenizer_file.is_file():
@@ -83,6 +84,7 @@ def create_policy(directory: Path, *, config: PolicyConfig, tokenizer_dir: Path,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = Qwen3ForCausalLM(model_config)
+    disable_progress_bar()
     module.save_pretrained(directory)
     copy_tokenizer(tokenizer_dir, directory)
     return directory
