@@ -236,7 +236,7 @@ def as_values(message: Message) -> tuple[object, ...]:
 
 
 @given(st.lists(st.integers(0, 300), max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_ids_make_parsing_raise_and_the_ids_are_not_touched(
     chatml: TemplateRenderer, ids: list[int]
 ) -> None:
@@ -251,7 +251,7 @@ markers = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "
 
 
 @given(st.lists(st.sampled_from(markers), max_size=12), st.sampled_from(ThinkBlock))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_arrangement_of_markers_loses_a_word_or_says_it_twice(
     qwen_tokenizer: TokenizerFile, pieces: list[str], think_block: ThinkBlock
 ) -> None:

@@ -52,7 +52,7 @@ APPEND_ONLY = [
     ("qwen3_6", False, False),
 ]
 EMPTY_THINK = "<think>\n\n</think>\n\n"
-FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def renderer_of(
@@ -313,3 +313,29 @@ def test_reasoning_left_inside_the_content_is_split_as_the_official_template_spl
         text = template.text(messages, TOOLS, enable_thinking=enable_thinking)
         renderer = renderer_of(template, qwen_tokenizer, enable_thinking)
         assert renderer.decode(renderer.render_prompt(messages, TOOLS)) == text, name
+
+
+def test_a_history_that_the_official_template_refuses_is_rendered_in_place(
+    official: Official, qwen_tokenizer: TokenizerFile
+) -> None:
+    template = official("qwen3_5_think")
+    renderer = renderer_of(template, qwen_tokenizer, False)
+    late_system = [user("a"), system("b")]
+    no_query = [system("a"), assistant("b")]
+    for messages, reason in ((late_system, "must be at the beginning"), (no_query, "No user query")):
+        with pytest.raises(Exception, match=reason):
+            template.text(messages)
+
+    text = renderer.decode(renderer.render_prompt(late_system, ()))
+    assert text.startswith(
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>system\nb<|im_end|>\n<|im_start|>assistant"
+    )
+    text = renderer.decode(renderer.render_prompt(no_query, ()))
+    assert text.startswith("<|im_start|>system\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n")
+
+
+def test_an_empty_list_of_tools_shows_no_tools(official: Official, qwen_tokenizer: TokenizerFile) -> None:
+    for name, enable_thinking in MODES:
+        renderer = renderer_of(official(name), qwen_tokenizer, enable_thinking)
+        text = renderer.decode(renderer.render_prompt([user("hi")], []))
+        assert text.startswith("<|im_start|>user\nhi<|im_end|>\n"), name

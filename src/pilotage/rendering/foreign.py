@@ -14,8 +14,6 @@ def failing_as_template_error(what: str) -> Generator[None]:
     """
     try:
         yield
-    except TemplateError:
-        raise
     except Exception as error:
         reason = " ".join(str(error).split())
         raise TemplateError(f"{what}: {type(error).__name__}: {reason}") from error

@@ -10,7 +10,7 @@ It does not know roles, tools or templates.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ class TokenizerFile:
         self._added_texts = {added: text for text, added in added_ids.items()}
         longest_first = sorted(added_ids, key=len, reverse=True)
         self._added_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._markup_pieces: dict[str, tuple[str | int, ...]] = {}
 
     @classmethod
     def load(cls, model_dir: Path) -> "TokenizerFile":
@@ -105,23 +104,17 @@ class TokenizerFile:
         texts.append(self._text_tokenizer.decode(run))
         return "".join(texts)
 
-    def _pieces(self, segment: Segment) -> tuple[str | int, ...]:
+    def _pieces(self, segment: Segment) -> Iterator[str | int]:
+        """Yield the text of a segment, cut at the added tokens of a markup, which come as ids."""
         if isinstance(segment, str):
-            return (segment,)
-        pieces = self._markup_pieces.get(segment.text)
-        if pieces is None:
-            pieces = self._markup_pieces[segment.text] = tuple(self._split_markup(segment.text))
-        return pieces
-
-    def _split_markup(self, text: str) -> Iterable[str | int]:
+            yield segment
+            return
         end = 0
-        for match in self._added_pattern.finditer(text):
-            if match.start() > end:
-                yield text[end : match.start()]
+        for match in self._added_pattern.finditer(segment.text):
+            yield segment.text[end : match.start()]
             yield self._added_ids[match.group()]
             end = match.end()
-        if end < len(text):
-            yield text[end:]
+        yield segment.text[end:]
 
     def _encode_text(self, text: str) -> list[int]:
         if not text:

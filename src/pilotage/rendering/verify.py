@@ -5,8 +5,9 @@ last prompt, then the reply. Where it is not, rendering again would change token
 renderer never does that, it extends what was recorded.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from pilotage.rendering.families import choose_dialect
 from pilotage.rendering.renderer import TemplateRenderer
 from pilotage.rendering.scripted import SCENARIOS, TOOLS, TURNS, Scenario
 from pilotage.rendering.tokenizer import Markup, TokenizerFile
-from pilotage.types import TokenIds
+from pilotage.types import Message, TokenIds
 
 _SHOWN_TOKENS = 8
 
@@ -106,8 +107,17 @@ def find_disagreement(
     Raises:
         TemplateError: the template refuses one of them.
     """
-    check = _Check(tokenizer=tokenizer, template=template, enable_thinking=enable_thinking, renderer=renderer)
-    return _first(check.prompt_disagreement(scenario, TURNS - 1) for scenario in SCENARIOS)
+    official = _Official(tokenizer=tokenizer, template=template, enable_thinking=enable_thinking)
+    last = TURNS - 1
+    return _first(
+        _difference(
+            tokenizer,
+            last,
+            official.prompt(scenario, last),
+            renderer.render_prompt(scenario.messages_before(last), TOOLS),
+        )
+        for scenario in SCENARIOS
+    )
 
 
 def format_report(report: TemplateReport) -> str:
@@ -147,94 +157,107 @@ def _verify_mode(
         renderer, family = TemplateRenderer(tokenizer=tokenizer, dialect=dialect), dialect.name
     except TemplateError as error:
         problem = str(error)
-    check = _Check(tokenizer=tokenizer, template=template, enable_thinking=enable_thinking, renderer=renderer)
-    return ModeReport(
-        enable_thinking=enable_thinking,
-        family=family,
-        problem=problem,
-        scenarios=tuple(check.run(scenario) for scenario in SCENARIOS),
-    )
+    official = _Official(tokenizer=tokenizer, template=template, enable_thinking=enable_thinking)
+    scenarios = tuple(_verify_scenario(official, renderer, scenario) for scenario in SCENARIOS)
+    return ModeReport(enable_thinking=enable_thinking, family=family, problem=problem, scenarios=scenarios)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Check:
+class _Official:
+    """The template's own prompts and replies, as ids."""
+
     tokenizer: TokenizerFile
     template: ChatTemplate
     enable_thinking: bool | None
-    renderer: TemplateRenderer | None
 
-    def run(self, scenario: Scenario) -> ScenarioReport:
-        try:
-            rewritten = _first(self._rewrites(scenario))
-            disagreement = _first(self._disagreements(scenario, is_append_only=rewritten is None))
-        except TemplateError as error:
-            return ScenarioReport(name=scenario.name, refusal=str(error))
-        return ScenarioReport(name=scenario.name, rewritten=rewritten, disagreement=disagreement)
+    def prompt(self, scenario: Scenario, turn: int) -> TokenIds:
+        return self._render(scenario.messages_before(turn), add_generation_prompt=True)
 
-    def prompt_disagreement(self, scenario: Scenario, turn: int) -> Divergence | None:
-        if self.renderer is None:
-            return None
-        ours = self.renderer.render_prompt(scenario.messages_before(turn), TOOLS)
-        return self._difference(turn, self._prompt(scenario, turn), ours)
+    def replied(self, scenario: Scenario, turn: int) -> TokenIds:
+        """The conversation up to and with the reply of turn `turn`."""
+        messages = [*scenario.messages_before(turn), scenario.turns[turn].reply]
+        return self._render(messages, add_generation_prompt=False)
 
-    def _rewrites(self, scenario: Scenario) -> Iterator[Divergence | None]:
-        """Compare each prompt and each reply with the beginning of the next render."""
-        recorded = self._prompt(scenario, 0)
-        for turn in range(len(scenario.turns)):
-            replied = self._replied(scenario, turn)
-            yield self._difference(turn, recorded, replied[: recorded.size])
-            recorded = replied
-            if turn + 1 < len(scenario.turns):
-                prompt = self._prompt(scenario, turn + 1)
-                yield self._difference(turn + 1, recorded, prompt[: recorded.size])
-                recorded = prompt
-
-    def _disagreements(self, scenario: Scenario, *, is_append_only: bool) -> Iterator[Divergence | None]:
-        """Compare our prompts, and our extensions of recorded turns, with the template's prompts."""
-        for turn in range(len(scenario.turns)):
-            yield self.prompt_disagreement(scenario, turn)
-            if turn and is_append_only:
-                yield self._suffix_disagreement(scenario, turn)
-
-    def _suffix_disagreement(self, scenario: Scenario, turn: int) -> Divergence | None:
-        if self.renderer is None:
-            return None
-        end_id = self.renderer.stop_token_ids[0]
-        replied = self._replied(scenario, turn - 1)
-        recorded = replied[: np.flatnonzero(replied == end_id)[-1] + 1]
-        suffix = self.renderer.render_suffix(end_id, scenario.turns[turn - 1].answers, TOOLS)
-        return self._difference(turn, self._prompt(scenario, turn), np.concatenate([recorded, suffix]))
-
-    def _prompt(self, scenario: Scenario, turn: int) -> TokenIds:
-        return self._render(scenario, turn, with_reply=False)
-
-    def _replied(self, scenario: Scenario, turn: int) -> TokenIds:
-        return self._render(scenario, turn, with_reply=True)
-
-    def _render(self, scenario: Scenario, turn: int, *, with_reply: bool) -> TokenIds:
-        messages = scenario.messages_before(turn)
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> TokenIds:
         text = self.template.render(
-            [*messages, scenario.turns[turn].reply] if with_reply else messages,
+            messages,
             TOOLS,
-            add_generation_prompt=not with_reply,
+            add_generation_prompt=add_generation_prompt,
             enable_thinking=self.enable_thinking,
         )
         return self.tokenizer.encode([Markup(text)])
 
-    def _difference(self, turn: int, expected: TokenIds, got: TokenIds) -> Divergence | None:
-        """Return the first difference; a missing token differs."""
-        shared = min(expected.size, got.size)
-        differing = np.flatnonzero(expected[:shared] != got[:shared])
-        if differing.size == 0 and expected.size == got.size:
-            return None
-        at = int(differing[0]) if differing.size else shared
-        window = slice(max(0, at - 2), at + _SHOWN_TOKENS)
-        return Divergence(
-            turn=turn + 1,
-            token_index=at,
-            expected=self.tokenizer.decode(expected[window].tolist()),
-            got=self.tokenizer.decode(got[window].tolist()),
-        )
+
+def _verify_scenario(
+    official: _Official, renderer: TemplateRenderer | None, scenario: Scenario
+) -> ScenarioReport:
+    try:
+        prompts = [official.prompt(scenario, turn) for turn in range(TURNS)]
+        replied = [official.replied(scenario, turn) for turn in range(TURNS)]
+    except TemplateError as error:
+        return ScenarioReport(name=scenario.name, refusal=str(error))
+    rewritten = _first(_rewrites(official.tokenizer, prompts, replied))
+    disagreement = None
+    if renderer is not None:
+        comparisons = [_prompt_differences(official.tokenizer, renderer, scenario, prompts)]
+        if rewritten is None:
+            comparisons.append(_suffix_differences(official.tokenizer, renderer, scenario, prompts, replied))
+        disagreement = _first(chain.from_iterable(comparisons))
+    return ScenarioReport(name=scenario.name, rewritten=rewritten, disagreement=disagreement)
+
+
+def _rewrites(
+    tokenizer: TokenizerFile, prompts: Sequence[TokenIds], replied: Sequence[TokenIds]
+) -> Iterator[Divergence | None]:
+    """Compare each prompt and each reply with the beginning of the next render."""
+    for turn in range(TURNS):
+        yield _difference(tokenizer, turn, prompts[turn], replied[turn][: prompts[turn].size])
+        if turn + 1 < TURNS:
+            yield _difference(tokenizer, turn + 1, replied[turn], prompts[turn + 1][: replied[turn].size])
+
+
+def _prompt_differences(
+    tokenizer: TokenizerFile, renderer: TemplateRenderer, scenario: Scenario, prompts: Sequence[TokenIds]
+) -> Iterator[Divergence | None]:
+    """Compare our whole prompts with the template's."""
+    for turn, prompt in enumerate(prompts):
+        ours = renderer.render_prompt(scenario.messages_before(turn), TOOLS)
+        yield _difference(tokenizer, turn, prompt, ours)
+
+
+def _suffix_differences(
+    tokenizer: TokenizerFile,
+    renderer: TemplateRenderer,
+    scenario: Scenario,
+    prompts: Sequence[TokenIds],
+    replied: Sequence[TokenIds],
+) -> Iterator[Divergence | None]:
+    """Compare our extensions of recorded replies with the template's prompts.
+
+    Read after the prompts were found equal, so each reply holds the renderer's end marker.
+    """
+    end_id = renderer.stop_token_ids[0]
+    for turn in range(1, TURNS):
+        past = replied[turn - 1]
+        recorded = past[: np.flatnonzero(past == end_id)[-1] + 1]
+        suffix = renderer.render_suffix(end_id, scenario.turns[turn - 1].answers, TOOLS)
+        yield _difference(tokenizer, turn, prompts[turn], np.concatenate([recorded, suffix]))
+
+
+def _difference(tokenizer: TokenizerFile, turn: int, expected: TokenIds, got: TokenIds) -> Divergence | None:
+    """Return the first difference; a missing token differs."""
+    shared = min(expected.size, got.size)
+    differing = np.flatnonzero(expected[:shared] != got[:shared])
+    if differing.size == 0 and expected.size == got.size:
+        return None
+    at = int(differing[0]) if differing.size else shared
+    window = slice(max(0, at - 2), at + _SHOWN_TOKENS)
+    return Divergence(
+        turn=turn + 1,
+        token_index=at,
+        expected=tokenizer.decode(expected[window].tolist()),
+        got=tokenizer.decode(got[window].tolist()),
+    )
 
 
 def _first(found: Iterable[Divergence | None]) -> Divergence | None:
