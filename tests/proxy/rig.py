@@ -87,9 +87,14 @@ def client_of(proxy: ChatCompletionsProxy, key: str) -> httpx.AsyncClient:
 
 
 class Connection:
-    """One request over a connection that the test can cut; what the proxy sends is kept."""
+    """One HTTP request as the server hands it to the app, over a connection that the test can cut.
 
-    def __init__(self, proxy: ChatCompletionsProxy, key: str, body: Body) -> None:
+    Ten times cheaper than a client, for tests that post by the ten thousand.
+    """
+
+    def __init__(
+        self, proxy: ChatCompletionsProxy, key: str, body: Body, headers: dict[str, str] | None = None
+    ) -> None:
         self.cut = asyncio.Event()
         self.sent: list[MutableMapping[str, Any]] = []
         self._body: bytes | None = orjson.dumps(body)
@@ -102,11 +107,23 @@ class Connection:
             "path": "/v1/chat/completions",
             "raw_path": b"/v1/chat/completions",
             "query_string": b"",
-            "headers": [(b"authorization", b"Bearer " + key.encode())],
+            "headers": [
+                (b"authorization", b"Bearer " + key.encode()),
+                *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+            ],
         }
 
     async def run(self) -> None:
+        """Hand the request over, and wait until the app is done with it."""
         await self._app(self._scope, self._receive, self._send)
+
+    async def answer(self) -> Body:
+        """Run, and return the JSON that a 200 carries."""
+        await self.run()
+        start, *parts = self.sent
+        content = b"".join(part.get("body", b"") for part in parts)
+        assert start["status"] == 200, content
+        return orjson.loads(content)
 
     async def _receive(self) -> Body:
         if self._body is not None:

@@ -79,6 +79,12 @@ async def test_a_fault_that_is_not_retryable_is_not_repeated() -> None:
     assert it.sampler.num_started == 1
 
 
+async def test_a_fault_that_nobody_foresaw_is_a_500_and_is_not_blamed_on_the_agent() -> None:
+    async with rig(script=[RuntimeError("device lost")]) as it:
+        assert (await it.post([user("a")])).status_code == 500
+        assert (await it.close()).sampler_failure == "RuntimeError: device lost"
+
+
 async def test_a_sampler_that_finds_the_prompt_too_long_is_an_overflow() -> None:
     async with rig(script=[ContextExceededError("too long")]) as it:
         answer = await it.post([user("a")])

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fakes import END, ScriptedSampler, WordRenderer
-from tests.proxy.rig import Body, Connection, Rig, rig, schema, system, tool, user
+from tests.proxy.rig import Body, Connection, schema, spec, system, tool, user
 
 from pilotage.algorithms import to_samples
+from pilotage.proxy import ChatCompletionsProxy
 from pilotage.types import Message, Role, SessionRecord, TokenIds
 
 type Case = list[tuple[str, int]]
@@ -59,6 +60,8 @@ class World:
     def __init__(self) -> None:
         self.words = WordRenderer()
         self.sampler = ScriptedSampler(script=self.sample)
+        self.proxy = ChatCompletionsProxy(self.sampler, self.words)
+        self.access = self.proxy.open(spec())
         self.conversations = [Conversation(messages=[system("be brief"), user("fix it")])]
         self.at = 0
         self.detail = 0
@@ -80,22 +83,23 @@ class World:
             self.cut_when_sampled.set()
         return REPLIES[self.detail % len(REPLIES)](self.words, self.detail // len(REPLIES))
 
-    def body(self) -> Body:
+    def connect(self, headers: dict[str, str] | None = None) -> Connection:
+        """Return a request for the current history, not yet sent."""
         hint = {"prompt_cache_key": self.now.hint} if self.now.hint else {}
-        return {"messages": self.now.messages, "tools": self.now.tools, **hint}
+        body = {"messages": self.now.messages, "tools": self.now.tools, **hint}
+        return Connection(self.proxy, self.access.api_key, body, headers)
 
     def deliver(self, answer: Body) -> Body:
         """Note which turn an answer came from; returns its message."""
         self.delivered.add(int(answer["id"].rsplit("-", 1)[1]))
         return answer["choices"][0]["message"]
 
-    async def ask(self, it: Rig, *, keeps_reply: bool = True) -> None:
+    async def ask(self, *, keeps_reply: bool = True) -> None:
         """Send the current history; take the reply, and what the agent answers to it, into the history."""
         now, before = self.now, self.num_turns
-        answer = await it.post(**self.body())
-        assert answer.status_code == 200, answer.text
+        answer = await self.connect().answer()
         assert self.num_turns == before + 1
-        reply = self.deliver(answer.json())
+        reply = self.deliver(answer)
         if now.num_repeated is not None:
             added = [plain(body) for body in now.messages[now.num_repeated :]]
             self.grown[before] = {self.words.render_suffix(last, added, []).size for last in (END, None)}
@@ -168,48 +172,49 @@ def replies_in(messages: list[Body]) -> list[int]:
     return [at for at, body in enumerate(messages) if body["role"] == "assistant"]
 
 
-async def grow(world: World, it: Rig) -> None:
-    await world.ask(it)
+async def grow(world: World) -> None:
+    await world.ask()
 
 
-async def respell(world: World, it: Rig) -> None:
+async def respell(world: World) -> None:
     world.now.messages = respelled(world.now.messages, world.detail, world.now.num_rewritten)
-    await world.ask(it)
+    await world.ask()
 
 
-async def repeat(world: World, it: Rig) -> None:
+async def repeat(world: World) -> None:
     """The same request again, not marked as a retry; the agent keeps either reply."""
     now = world.now
     if now.last_request:
         kept, repeated = now.messages, now.num_repeated
         now.messages = list(now.last_request)
         now.num_repeated = None
-        await world.ask(it, keeps_reply=world.detail % 2 == 0)
+        await world.ask(keeps_reply=world.detail % 2 == 0)
         if world.detail % 2:
             now.messages, now.num_repeated = kept, repeated
     else:
-        await world.ask(it)
+        await world.ask()
 
 
-async def repeat_marked(world: World, it: Rig) -> None:
+async def repeat_marked(world: World) -> None:
     """A retry that the client marks: the same answer, and nothing is sampled."""
     now, before = world.now, world.num_turns
     if now.last_request:
-        body = world.body() | {"messages": now.last_request}
-        answer = await it.post(**body, headers={"x-stainless-retry-count": "1"})
+        kept, now.messages = now.messages, now.last_request
+        answer = await world.connect({"x-stainless-retry-count": "1"}).answer()
+        now.messages = kept
         assert world.num_turns == before
-        world.deliver(answer.json())
+        world.deliver(answer)
 
 
-async def rewrite_reply(world: World, it: Rig) -> None:
+async def rewrite_reply(world: World) -> None:
     now = world.now
     for at in replies_in(now.messages)[-1 - world.detail % 2 :][:1]:
         now.messages[at] = {"role": "assistant", "content": f"changed {world.detail % 3}"}
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def rewrite_argument(world: World, it: Rig) -> None:
+async def rewrite_argument(world: World) -> None:
     now = world.now
     for at in replies_in(now.messages):
         changed = copy.deepcopy(now.messages[at])
@@ -217,27 +222,27 @@ async def rewrite_argument(world: World, it: Rig) -> None:
             call["function"]["arguments"] = '{"n": 1, "timeout": null}'
         now.messages[at] = changed
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def rewrite_result(world: World, it: Rig) -> None:
+async def rewrite_result(world: World) -> None:
     now = world.now
     at = world.detail % (len(now.messages) - 1) + 1
     if now.messages[at]["role"] != "assistant":
         now.messages[at] = now.messages[at] | {"content": f"masked {world.detail % 3}"}
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def change_reasoning(world: World, it: Rig) -> None:
+async def change_reasoning(world: World) -> None:
     now = world.now
     for at in replies_in(now.messages)[-1:]:
         now.messages[at] = now.messages[at] | {"reasoning_content": "a summary"}
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def split(world: World, it: Rig) -> None:
+async def split(world: World) -> None:
     """What OpenHands makes of a parallel reply with a malformed call."""
     now = world.now
     for at in replies_in(now.messages)[-1:]:
@@ -248,51 +253,51 @@ async def split(world: World, it: Rig) -> None:
             results = [tool(call, "x") for call in calls]
             now.messages[at:] = [first, results[1], *later, results[0], *results[2:]]
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def compact(world: World, it: Rig) -> None:
+async def compact(world: World) -> None:
     now = world.now
     now.messages = [*now.messages[:2], user(f"summary {world.detail % 3}")]
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def rewind(world: World, it: Rig) -> None:
+async def rewind(world: World) -> None:
     now = world.now
     at = replies_in(now.messages)
     if at:
         now.messages = [*now.messages[: at[world.detail % len(at)]], user("look here")]
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def change_tools(world: World, it: Rig) -> None:
+async def change_tools(world: World) -> None:
     now = world.now
     now.tools = [] if now.tools else [schema("ls", n={"type": "integer"})]
     now.num_repeated = None
-    await world.ask(it)
+    await world.ask()
 
 
-async def delegate(world: World, it: Rig) -> None:
+async def delegate(world: World) -> None:
     """A sub-conversation; the agent stays in it until it switches."""
     number = world.detail % 3
     hint = f"sub-{number}" if world.detail % 2 else ""
     opening = [system(f"sub-agent {number}"), user("fix it")]
     world.conversations.append(Conversation(messages=opening, hint=hint))
     world.at = len(world.conversations) - 1
-    await world.ask(it)
+    await world.ask()
 
 
-async def switch(world: World, it: Rig) -> None:
+async def switch(world: World) -> None:
     world.at = world.detail % len(world.conversations)
-    await world.ask(it)
+    await world.ask()
 
 
-async def leave(world: World, it: Rig) -> None:
+async def leave(world: World) -> None:
     """The client goes away while the sampler works: nothing is recorded."""
     world.sampler.gate = asyncio.Event()
-    connection = Connection(it.proxy, it.access.api_key, world.body())
+    connection = world.connect()
     before, cancelled = world.num_turns, world.sampler.num_cancelled
     async with asyncio.TaskGroup() as group:
         group.create_task(connection.run())
@@ -302,9 +307,9 @@ async def leave(world: World, it: Rig) -> None:
     assert (world.num_turns, world.sampler.num_cancelled) == (before, cancelled + 1)
 
 
-async def leave_late(world: World, it: Rig) -> None:
+async def leave_late(world: World) -> None:
     """The client goes away as the sampler answers: recorded, but not delivered."""
-    connection = Connection(it.proxy, it.access.api_key, world.body())
+    connection = world.connect()
     world.cut_when_sampled = connection.cut
     before = world.num_turns
     await connection.run()
@@ -313,19 +318,20 @@ async def leave_late(world: World, it: Rig) -> None:
     world.now.last_request = list(world.now.messages)
 
 
-async def twice_at_once(world: World, it: Rig) -> None:
+async def twice_at_once(world: World) -> None:
     """Two identical requests at one time share a sampler call."""
     world.sampler.gate = asyncio.Event()
     before = world.num_turns
     async with asyncio.TaskGroup() as group:
-        posts = [group.create_task(it.post(**world.body())) for _ in range(2)]
+        pair = [world.connect() for _ in range(2)]
+        posts = [group.create_task(connection.answer()) for connection in pair]
         await started(world.sampler)
         for _ in range(20):  # lets the second request reach the running call
             await asyncio.sleep(0)
         world.sampler.gate.set()
     world.sampler.gate = None
     assert world.num_turns == before + 1
-    first, second = (world.deliver(post.result().json()) for post in posts)
+    first, second = (world.deliver(post.result()) for post in posts)
     assert first == second
     world.now.last_request = list(world.now.messages)
     world.take(first)
@@ -338,7 +344,7 @@ async def started(sampler: ScriptedSampler) -> None:
         await asyncio.sleep(0)
 
 
-OPERATIONS: dict[str, Callable[[World, Rig], Awaitable[None]]] = {
+OPERATIONS: dict[str, Callable[[World], Awaitable[None]]] = {
     operation.__name__: operation
     for operation in (
         *(grow, respell, repeat, repeat_marked, rewrite_reply, rewrite_argument, rewrite_result),
@@ -381,10 +387,9 @@ def check_credit(record: SessionRecord) -> None:
 async def play(case: Case) -> None:
     """Play one case and check its laws."""
     world = World()
-    async with rig(renderer=world.words, sampler=world.sampler) as it:
-        for name, world.detail in case:
-            await OPERATIONS[name](world, it)
-        check(world, await it.close())
+    for name, world.detail in case:
+        await OPERATIONS[name](world)
+    check(world, await world.proxy.close(world.access))
 
 
 def check_cases(count: int) -> None:
@@ -392,7 +397,9 @@ def check_cases(count: int) -> None:
     steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 8 * len(REPLIES) - 1))
     with asyncio.Runner() as runner:
 
-        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=count, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         @given(st.lists(steps, min_size=1, max_size=8))
         def run(case: Case) -> None:
             runner.run(play(case))
@@ -405,6 +412,7 @@ def test_500_random_conversations_are_recorded_token_by_token() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_10000_random_conversations_are_recorded_token_by_token() -> None:
     check_cases(10_000)
 

@@ -114,8 +114,9 @@ class ChatCompletionsProxy:
         except Refusal as refusal:
             session.counters[f"refused_{refusal.code}"] += 1
             return _refuse(refusal)
-        except Exception:  # noqa: BLE001 - the boundary: a fault of ours must reach the agent as JSON, and the log whole
+        except Exception as error:  # noqa: BLE001 - the boundary: a fault of ours must reach the agent as JSON, and the log whole
             _LOG.exception("rollout %s: the proxy failed on a request", session.spec.rollout_id)
+            session.note_fault(error)
             return _refuse(
                 Refusal(500, "internal_error", "the proxy failed on this request; its log says why")
             )

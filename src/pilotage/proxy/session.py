@@ -117,6 +117,10 @@ class Session:
                     asked,
                 )
 
+    def note_fault(self, error: Exception) -> None:
+        """Note a fault that nobody foresaw: it is on our side, and must not count as the agent's."""
+        self._sampler_failure = f"{type(error).__name__}: {error}"
+
     def replayed_turn(self, request: ChatRequest) -> int | None:
         """Return the turn that answers a request which its client marked as sent before."""
         turn = self._turn_of_idempotency_key.get((request.idempotency_key, request.key))

@@ -15,7 +15,7 @@ from pilotage.types.sampling import FinishReason, SamplingParams
 
 
 class BranchCause(StrEnum):
-    """Why a turn does not extend the newest turn of its trajectory."""
+    """Why a turn starts another branch of its trajectory."""
 
     REASONING_DROPPED = "reasoning_dropped"
     """The agent sent the assistant message back without its reasoning."""
@@ -44,7 +44,8 @@ class Turn:
     parent: int | None
     """Index of the turn whose sequence this one extends; None where it starts from nothing."""
     branch_cause: BranchCause | None = None
-    """Set iff the turn does not extend the newest turn before it."""
+    """Set iff the turn starts another branch: its parent was extended before, or it is a root but not the
+    first. A trajectory has one leaf more than it has causes."""
     context_ids: TokenIds
     """[C] prompt tokens that the parent's sequence did not hold."""
     completion_ids: TokenIds
