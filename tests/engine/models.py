@@ -1,5 +1,6 @@
 """Tiny model directories of several architectures, and what the module itself says of a sequence."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ def write_model(directory: Path, name: str, *, seed: int = 0) -> Path:
     return directory
 
 
+@functools.cache
+def _module(directory: Path) -> PreTrainedModel:
+    return load_module(directory, device=torch.device("cpu"))
+
+
 def module_logprobs(directory: Path, ids: list[int], *, temperature: float = 1.0) -> NDArray[np.float32]:
     """Return [L - 1, V]: what the module predicts after each id but the last, in one plain forward pass."""
-    module = load_module(directory, device=torch.device("cpu"))
     with torch.no_grad():
-        logits = module(input_ids=torch.tensor([ids])).logits[0, :-1].float()
+        logits = _module(directory)(input_ids=torch.tensor([ids])).logits[0, :-1].float()
     return torch.log_softmax(logits / temperature, dim=-1).numpy()
 
 
