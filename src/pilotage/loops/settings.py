@@ -1,0 +1,58 @@
+"""Settings of the loop, as they stand in a recipe."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pilotage.types import (
+    OUTCOME_RULES,
+    AdamParams,
+    LossConfig,
+    Outcome,
+    OutcomeRule,
+    SamplingParams,
+)
+
+type CutShort = Literal["train", "mask"]
+
+
+class EvaluationSettings(BaseModel):
+    """Held-out evaluation: one rollout of every held-out task."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every_steps: int = Field(default=10, ge=1)
+    """Also before the first step and after the last."""
+    temperature: float = Field(default=0.0, ge=0)
+
+
+class LoopSettings(BaseModel):
+    """A synchronous loop: sample groups, score, one update, publish, repeat."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 0
+    """Of the order of tasks and of all sampling."""
+    num_steps: int = Field(default=50, ge=1)
+    tasks_per_step: int = Field(default=8, ge=1)
+    group_size: int = Field(default=4, ge=2)
+    checkpoint_every_steps: int = Field(default=5, ge=1)
+    scale_advantages_by_std: bool = False
+    max_idle_steps: int = Field(default=5, ge=1)
+    """The run stops after this many steps in a row without a gradient."""
+    turns_exhausted: CutShort = "mask"
+    context_exceeded: CutShort = "train"
+    tokens_exhausted: CutShort = "train"
+    sampling: SamplingParams = SamplingParams()
+    """Of training rollouts; each gets a seed of its own, so `sampling.seed` is not read."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    loss: LossConfig = LossConfig()
+    optimizer: AdamParams = AdamParams()
+
+    def outcome_rules(self) -> dict[Outcome, OutcomeRule]:
+        """Return the table of outcomes with this recipe's choices; what is masked is out of the baseline."""
+        rules = dict(OUTCOME_RULES)
+        for outcome in (Outcome.TURNS_EXHAUSTED, Outcome.CONTEXT_EXCEEDED, Outcome.TOKENS_EXHAUSTED):
+            is_trained = getattr(self, outcome.value) == "train"
+            rules[outcome] = OutcomeRule(has_reward=True, is_trained=is_trained, in_baseline=is_trained)
+        return rules

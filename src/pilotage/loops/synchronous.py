@@ -1,0 +1,224 @@
+"""The synchronous loop.
+
+    tasks of the step -> groups of rollouts -> rewards -> advantages -> one update -> publish -> next step
+
+A step's tasks are a function of (seed, step), a rollout's seed one of (seed, rollout id): nothing about the
+order needs to be saved. A step is finished when its metrics record is on disk; a checkpoint holds the
+weights and the optimizer after a step. Evaluation and training use the same runner.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from pilotage.algorithms import build_batch
+from pilotage.errors import ConfigError, TrainerError
+from pilotage.interfaces import RolloutRunner, Trainer
+from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
+from pilotage.loops.run_directory import RunDirectory
+from pilotage.loops.settings import LoopSettings
+from pilotage.types import (
+    ForwardBackwardResult,
+    Rollout,
+    RolloutRequest,
+    Sample,
+    SamplingParams,
+    StepResult,
+    Task,
+)
+
+
+class Observer(Protocol):
+    """Watches a run; shows it to a person."""
+
+    def on_phase(self, phase: str, step: int, total: int) -> None:
+        """A phase of a step begins: `total` rollouts are to come, or 0 where none are."""
+        ...
+
+    def on_rollout(self, rollout: Rollout) -> None:
+        """A rollout has finished."""
+        ...
+
+    def on_record(self, record: dict[str, float]) -> None:
+        """A step's record is on disk."""
+        ...
+
+
+def rollout_seed(seed: int, rollout_id: str) -> int:
+    """Return the 63-bit seed of a rollout."""
+    digest = hashlib.sha256(f"{seed}/{rollout_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def tasks_of_step(tasks: Sequence[Task], *, step: int, per_step: int, seed: int) -> list[Task]:
+    """Return the tasks of `step` (from 1): consecutive ones of an endless row of shuffled epochs."""
+    chosen: list[Task] = []
+    for position in range((step - 1) * per_step, step * per_step):
+        epoch, index = divmod(position, len(tasks))
+        order = np.random.default_rng([seed, epoch]).permutation(len(tasks))
+        chosen.append(tasks[order[index]])
+    return chosen
+
+
+class SynchronousLoop:
+    """Trains a policy with rollouts of its own newest weights."""
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        runner: RolloutRunner,
+        run: RunDirectory,
+        train_tasks: Sequence[Task],
+        held_out_tasks: Sequence[Task],
+        settings: LoopSettings,
+        observer: Observer,
+    ) -> None:
+        """Args:
+        train_tasks: at least one.
+        held_out_tasks: none switches evaluation off.
+        """
+        if not train_tasks:
+            raise ConfigError("there are no tasks to train on; give tasks.train")
+        self._trainer = trainer
+        self._runner = runner
+        self._run_directory = run
+        self._train_tasks = train_tasks
+        self._held_out_tasks = held_out_tasks
+        self._settings = settings
+        self._rules = settings.outcome_rules()
+        self._observer = observer
+        self._weights_version = 0
+
+    async def run(self) -> None:
+        """Run to the last step, from the newest checkpoint where there is one.
+
+        Raises:
+            TrainerError: a step failed, or too many steps in a row gave no gradient.
+        """
+        first = await self._start()
+        idle = 0
+        for step in range(first, self._settings.num_steps + 1):
+            idle = 0 if await self._step(step) else idle + 1
+            if idle >= self._settings.max_idle_steps:
+                raise TrainerError(
+                    f"no gradient in {idle} steps: every group had equal rewards, or fewer than two."
+                    " Choose tasks that the policy solves sometimes, or a larger group_size"
+                )
+        self._run_directory.event("finished", step=self._settings.num_steps)
+
+    async def _start(self) -> int:
+        """Restore or evaluate what there is before the first step to do; return that step."""
+        run = self._run_directory
+        newest = run.newest_checkpoint()
+        run.rewind(newest if newest is not None else -1)
+        if newest is None:
+            run.event("started")
+            self._weights_version = await self._trainer.publish()
+            record: dict[str, float] = {"step": 0, "weights_version": self._weights_version}
+            await self._finish(record | await self._evaluate(0))
+            return 1
+        await self._trainer.load(run.checkpoint(newest))
+        self._weights_version = await self._trainer.publish()
+        run.event("resumed", step=newest)
+        return newest + 1
+
+    async def _step(self, step: int) -> bool:
+        """Do one step; return whether it changed the weights."""
+        started = time.monotonic()
+        rollouts = await self._collect(self._train_requests(step), "rollouts", step)
+        collected = time.monotonic()
+        batch = build_batch(rollouts, self._rules, scale_by_std=self._settings.scale_advantages_by_std)
+        self._observer.on_phase("train", step, 0)
+        update = await self._update(batch.samples) if batch.samples else None
+        trained = time.monotonic()
+        behaviour_version = self._weights_version
+        if update is not None:
+            self._weights_version = await self._trainer.publish()
+        times = StepTimes(
+            rollouts_s=collected - started, train_s=trained - collected, publish_s=time.monotonic() - trained
+        )
+        record = step_metrics(rollouts, batch, update=update, times=times, trainer_version=behaviour_version)
+        record |= {"step": step, "weights_version": self._weights_version}
+        if self._is_due(step, self._settings.evaluation.every_steps):
+            record |= await self._evaluate(step)
+        record["time/step_s"] = time.monotonic() - started
+        await self._finish(record)
+        return update is not None
+
+    async def _update(self, samples: Sequence[Sample]) -> tuple[ForwardBackwardResult, StepResult]:
+        measured = await self._trainer.forward_backward(samples, self._settings.loss)
+        return measured, await self._trainer.step(self._settings.optimizer)
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        if not self._held_out_tasks:
+            return {}
+        started = time.monotonic()
+        rollouts = await self._collect(self._evaluation_requests(step), "evaluation", step)
+        return evaluation_metrics(rollouts) | {"time/evaluation_s": time.monotonic() - started}
+
+    async def _finish(self, record: dict[str, float]) -> None:
+        """Put the record on disk, then a checkpoint where one is due."""
+        step = int(record["step"])
+        run = self._run_directory
+        run.write(record)
+        if self._is_due(step, self._settings.checkpoint_every_steps):
+            await self._trainer.save(run.checkpoint(step))
+            run.event("checkpoint", step=step)
+        self._observer.on_record(record)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self._settings.num_steps
+
+    # --- rollouts ---
+
+    def _train_requests(self, step: int) -> Iterable[RolloutRequest]:
+        tasks = tasks_of_step(
+            self._train_tasks, step=step, per_step=self._settings.tasks_per_step, seed=self._settings.seed
+        )
+        for position, task in enumerate(tasks):
+            group = f"step-{step:04d}-{position:02d}"
+            for index in range(self._settings.group_size):
+                yield self._request(f"{group}-{index:02d}", group, task, self._settings.sampling)
+
+    def _evaluation_requests(self, step: int) -> Iterable[RolloutRequest]:
+        sampling = replace(self._settings.sampling, temperature=self._settings.evaluation.temperature)
+        for position, task in enumerate(self._held_out_tasks):
+            group = f"eval-{step:04d}-{position:02d}"
+            yield self._request(group, group, task, sampling)
+
+    def _request(self, rollout_id: str, group: str, task: Task, sampling: SamplingParams) -> RolloutRequest:
+        return RolloutRequest(
+            id=rollout_id,
+            group_id=group,
+            task=task,
+            sampling=replace(sampling, seed=rollout_seed(self._settings.seed, rollout_id)),
+        )
+
+    async def _collect(self, requests: Iterable[RolloutRequest], phase: str, step: int) -> list[Rollout]:
+        """Run all requests, as many at once as the runner allows; in the order of the requests."""
+        wanted = list(requests)
+        folder = f"{'step' if phase == 'rollouts' else 'eval'}-{step:04d}"
+        self._observer.on_phase(phase, step, len(wanted))
+
+        async def one(request: RolloutRequest) -> Rollout:
+            rollout = await self._runner.run(request)
+            self._run_directory.add_rollout(folder, rollout)
+            if rollout.failure is not None:
+                self._run_directory.event(
+                    "rollout_failed",
+                    rollout=rollout.id,
+                    outcome=rollout.outcome,
+                    message=rollout.failure.message,
+                )
+            self._observer.on_rollout(rollout)
+            return rollout
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(request)) for request in wanted]
+        return [task.result() for task in tasks]
