@@ -1,6 +1,6 @@
 """Run one command in its own process group, with bounded output, and leave nothing of it behind.
 
-Invariant: whether the command ends, times out or the caller is cancelled, its process group is dead before
+Invariant: where the command times out or the caller is cancelled, its process group has been killed before
 `run_command` returns or raises. A process that the command moved to another session lives until its sandbox
 is stopped.
 """
@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 _TIMEOUT_EXIT_CODE = 124
 """What coreutils' `timeout` exits with, and what Harbor's own environments report."""
@@ -91,12 +91,15 @@ async def run_command(
         output_limit_bytes: of each of stdout and stderr; the middle of what is longer is dropped.
     """
     loop = asyncio.get_running_loop()
-    transport, listener = await loop.subprocess_exec(
-        lambda: _Listener(output_limit_bytes),
-        *argv,
-        env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
+    transport, listener = await started(
+        loop.subprocess_exec(
+            lambda: _Listener(output_limit_bytes),
+            *argv,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        ),
+        undo=lambda pair: _abandon(*pair),
     )
     is_timed_out = False
     try:
@@ -108,16 +111,38 @@ async def run_command(
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(listener.drained), _DRAIN_S)
     except asyncio.CancelledError:
-        await asyncio.shield(_kill_group(transport, listener))
+        await asyncio.shield(_abandon(transport, listener))
         raise
-    finally:
-        transport.close()
+    transport.close()
     return CommandResult(
         stdout=listener.outputs[1].text(),
         stderr=listener.outputs[2].text(),
         exit_code=_TIMEOUT_EXIT_CODE if is_timed_out else _exit_code(transport),
         is_timed_out=is_timed_out,
     )
+
+
+async def started[T](start: Coroutine[Any, Any, T], *, undo: Callable[[T], Coroutine[Any, Any, None]]) -> T:
+    """Await the start of a process to its end, and undo it where the caller was cancelled meanwhile.
+
+    asyncio kills only the process itself when its start is cancelled, not its group, and may then wait for
+    ever for pipes that were not connected yet.
+    """
+    starting = asyncio.ensure_future(start)
+
+    async def undone() -> None:
+        await undo(await starting)
+
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.shield(undone())
+        raise
+
+
+async def _abandon(transport: asyncio.SubprocessTransport, listener: _Listener) -> None:
+    await _kill_group(transport, listener)
+    transport.close()
 
 
 async def _kill_group(transport: asyncio.SubprocessTransport, listener: _Listener) -> None:

@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 
 from pilotage.errors import ConfigError, PilotageError
+from pilotage.rollouts.commands import started
 from pilotage.rollouts.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
 from pilotage.rollouts.register import Holding, Register, current_process, private_directory
 
@@ -221,23 +222,11 @@ class BubblewrapSandbox:
         etc = _etc_directory(self._register.directory)
         read_end, write_end = os.pipe()
         try:
-            self._holder = await asyncio.create_subprocess_exec(
-                *holder_arguments(
-                    etc=etc,
-                    limits=self._limits,
-                    directories=self._directories,
-                    has_network=self._has_network,
-                ),
-                *("--info-fd", str(write_end), "--", "/bin/sh", "-c", "echo ready; exec cat >/dev/null"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={"PATH": interpreter_path()},
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
-            os.close(write_end)
-            write_end = -1
+            try:
+                await started(self._start_holder(etc, write_end), undo=lambda _: self.stop())
+            finally:
+                os.close(write_end)
+            assert self._holder is not None
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._await_ready(self._holder, read_end)
         except BaseException:
@@ -245,8 +234,23 @@ class BubblewrapSandbox:
             raise
         finally:
             os.close(read_end)
-            if write_end >= 0:
-                os.close(write_end)
+
+    async def _start_holder(self, etc: Path, info_fd: int) -> None:
+        self._holder = await asyncio.create_subprocess_exec(
+            *holder_arguments(
+                etc=etc,
+                limits=self._limits,
+                directories=self._directories,
+                has_network=self._has_network,
+            ),
+            *("--info-fd", str(info_fd), "--", "/bin/sh", "-c", "echo ready; exec cat >/dev/null"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": interpreter_path()},
+            pass_fds=(info_fd,),
+            start_new_session=True,
+        )
 
     async def _await_ready(self, holder: asyncio.subprocess.Process, info_fd: int) -> None:
         assert holder.stdout is not None
@@ -300,12 +304,13 @@ class BubblewrapSandbox:
         holder, self._holder = self._holder, None
         if holder is None:
             return
-        # The outer process alone is not enough: its child may not have armed its death signal yet. And the
-        # outer one must live to reap its child: the first process of a container often reaps nothing.
+        # Only the child is killed. The outer process must live to reap it, since the first process of a
+        # container often reaps nothing; and a child that has not armed its death signal would survive the
+        # outer one. Where the child is not known yet, the end of its input makes it leave by itself.
         if self._init is not None:
             kill(self._init)
-        else:
-            _signal(holder)
+        assert holder.stdin is not None
+        holder.stdin.close()
         try:
             async with asyncio.timeout(_REAP_TIMEOUT_S):
                 await holder.wait()

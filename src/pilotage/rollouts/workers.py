@@ -102,7 +102,7 @@ class TrialWorkers:
 
     async def run(self, spec: TrialSpec) -> TrialReport:
         """Run one trial in the least loaded worker; cancelling it waits until the trial has stopped."""
-        await self._replace_dead()
+        await asyncio.shield(self._replace_dead())
         worker = min(self._workers, key=lambda candidate: len(candidate.pending))
         number = next(self._numbers)
         report: asyncio.Future[TrialReport] = asyncio.get_running_loop().create_future()
