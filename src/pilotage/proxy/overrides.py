@@ -17,6 +17,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
+    "top_logprobs": (0,),
     "best_of": (1,),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),

@@ -41,6 +41,7 @@ async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int 
         server.should_exit = True
         await asyncio.wait({serving})
         listener.close()
+    serving.result()  # a server that broke while it ran must not go unnoticed
 
 
 def _listen(host: str, port: int) -> socket.socket:
