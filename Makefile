@@ -1,0 +1,54 @@
+# Targets that need Pilotage install it into $(VENV) first; see scripts/install.sh.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.pilotage-installed
+PYTHON_FILES := src tests benchmarks scripts
+SEED ?= 0
+ARGS ?=
+
+# One thread a process: two OpenMP threads on a busy core cost a tiny model a factor of ten.
+export OMP_NUM_THREADS = 1
+export UV_PYTHON_DOWNLOADS = never
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench reference constraints clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## find Python 3.12, make .venv and install Pilotage into it
+
+$(STAMP): pyproject.toml constraints.txt scripts/install.sh
+	@scripts/install.sh $(VENV)
+
+demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1 for another seed
+	@scripts/demo.sh $(BIN)/pilotage $(SEED)
+
+test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
+	@echo "fetching the official tokenizer and templates that some tests compare with"
+	@$(BIN)/python scripts/fetch_test_tokenizers.py || echo "tests that need what is missing will be skipped"
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+check: $(STAMP)  ## format, lint, types and layers
+	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/ruff check $(PYTHON_FILES)
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## format the code and apply safe fixes
+	$(BIN)/ruff format $(PYTHON_FILES)
+	$(BIN)/ruff check --fix $(PYTHON_FILES)
+
+bench: $(STAMP)  ## run every benchmark; docs/performance.md explains the numbers
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+reference: $(STAMP)  ## write the tables of docs/reference.md from the code
+	$(BIN)/python scripts/write_reference.py
+
+constraints: $(STAMP)  ## choose the newest versions that pyproject.toml allows, for constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --all-extras --upgrade --python-version 3.12 --python-platform linux \
+		--no-annotate --no-header --no-emit-index-url --quiet --output-file constraints.txt
+
+clean:  ## remove the environment and every cache; runs/ and tasks/ stay
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage
