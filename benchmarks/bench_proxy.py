@@ -234,7 +234,7 @@ async def many_sessions(sessions: int, size: int, turns: int) -> None:
     results = await asyncio.gather(*runs)
     cpu_s += time.process_time()
     show(
-        f"{sessions} sessions, 0.25 s between turns",
+        f"{sessions} sessions, {_PAUSE_S} s between turns",
         [t for times_s in results for t in times_s],
         sampler.prompt_tokens,
         cpu_s,

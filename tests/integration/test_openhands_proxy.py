@@ -95,7 +95,6 @@ def converse(access: SessionAccess, workspace: str) -> None:
     from openhands.sdk import LLM, Agent, Conversation, Tool
     from openhands.sdk.conversation.exceptions import ConversationRunError
     from pydantic import SecretStr
-
     from tests.integration.look_tool import TOOL_NAME
 
     llm = LLM(

@@ -58,6 +58,26 @@ async def test_a_changed_argument_is_a_rewrite_even_if_it_is_only_a_default() ->
     assert shape(record.trajectory) == [(None, None), (None, BranchCause.HISTORY_REWRITTEN)]
 
 
+async def test_a_call_whose_name_the_agent_repaired_is_a_rewrite() -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=[words.reply("", ("bash", "{}")), words.reply("ok")]) as it:
+        reply = await it.ask(OPENING)
+        reply["tool_calls"][0]["function"]["name"] = "terminal"
+        await it.ask([*OPENING, reply, tool(reply["tool_calls"][0], "x")])
+        record = await it.close()
+    assert shape(record.trajectory) == [(None, None), (None, BranchCause.HISTORY_REWRITTEN)]
+
+
+async def test_a_conversation_without_a_user_message_has_its_first_messages_as_its_opening() -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=script(words)) as it:
+        reply = await it.ask([system("go")])
+        await it.ask([system("go"), reply, system("on")])
+        await it.ask([system("stop")])
+        record = await it.close()
+    assert shape(record.trajectory) == [(None, None), (0, None), (None, BranchCause.NEW_CONVERSATION)]
+
+
 async def test_an_agent_that_only_leaves_reasoning_out_still_extends_the_turn() -> None:
     words = WordRenderer()
     thought = words.reply("hi", reasoning="long thought")

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -11,8 +12,9 @@ import pytest
 from tests.fakes import ScriptedSampler, WordRenderer
 from tests.proxy.rig import Body, client_of, rig, spec, tool, user
 
+from pilotage.errors import TemplateError
 from pilotage.proxy import ChatCompletionsProxy, serve
-from pilotage.types import SamplingParams
+from pilotage.types import Message, SamplingParams, TokenIds, ToolSchema
 
 MALFORMED: list[tuple[bytes, str]] = [
     (b"{", "not valid JSON"),
@@ -322,6 +324,30 @@ async def test_a_real_socket_serves_the_same_app_on_a_port_of_its_own() -> None:
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{base_url}/models")
+
+
+async def test_an_address_in_use_is_an_error_before_anything_is_served() -> None:
+    words = WordRenderer()
+    first, second = (ChatCompletionsProxy(ScriptedSampler(script=iter([])), words) for _ in range(2))
+    async with serve(first) as base_url:
+        port = int(base_url.removesuffix("/v1").rsplit(":", 1)[1])
+        with pytest.raises(OSError, match="in use"):
+            async with serve(second, port=port):
+                pass
+
+
+class StrictRenderer(WordRenderer):
+    """A template that knows no second system message."""
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> TokenIds:
+        raise TemplateError("system messages must come first")
+
+
+async def test_what_the_template_refuses_is_a_400_with_its_reason() -> None:
+    async with rig(renderer=StrictRenderer()) as it:
+        answer = await it.post([user("a"), {"role": "system", "content": "b"}])
+    assert answer.status_code == 400
+    assert "system messages must come first" in answer.json()["error"]["message"]
 
 
 async def test_malformed_calls_reach_the_agent_as_calls_it_can_answer() -> None:
