@@ -63,8 +63,28 @@ def _text(record: dict[str, Any], key: str) -> str:
     return value.strip()
 
 
+def location_record(text: str) -> dict[str, str]:
+    """Read the short form of a location, as `code_search` prints it and pytest names tests.
+
+    `path`, `path::function`, `path::Class::` (the class itself), `path::Class::method`.
+
+    Raises:
+        InvalidAnswerError: more than three parts.
+    """
+    path, *names = text.split("::")
+    match names:
+        case []:
+            return {"file": path}
+        case [function]:
+            return {"file": path, "function_name": function}
+        case [class_name, function]:
+            return {"file": path, "class_name": class_name, "function_name": function}
+        case _:
+            raise InvalidAnswerError(f"a location is path::Class::method at most, got {text!r}")
+
+
 def places_of(locations: Any) -> Places:
-    """Turn a list of `{file, class_name?, function_name?}` into places.
+    """Turn a list of `{file, class_name?, function_name?}`, or of their short forms, into places.
 
     A nested class is cut to its outermost one; `function_name="C.m"` without a class is split on its
     first dot. Duplicates collapse.
@@ -77,7 +97,8 @@ def places_of(locations: Any) -> Places:
     files: set[str] = set()
     modules: set[str] = set()
     functions: set[str] = set()
-    for record in locations:
+    for given in locations:
+        record = location_record(given) if isinstance(given, str) else given
         if not isinstance(record, dict):
             raise InvalidAnswerError(f"a location must be an object, got {record!r}")
         path = _normalised_path(_text(record, "file"))

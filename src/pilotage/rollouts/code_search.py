@@ -37,9 +37,14 @@ def search_command(query: str) -> str | None:
 
 
 def search_result(output: str) -> str:
-    """Turn the command's output into what the agent reads: `path class function`, best first."""
+    """Turn the command's output into what the agent reads, best first: one location a line.
+
+    `path::Class::method`, `path::function`, `path::Class::` for the class itself, `path` for the rest; the
+    short form that `localization_finish` takes.
+    """
     found: list[str] = []
     for row in output.splitlines():
         _, _, _, path, class_name, function = row.split("\t")
-        found.append(f"{path} {class_name} {function}")
+        names = [name for name in (class_name, function) if name != "-"]
+        found.append("::".join([path, *names]) + ("::" if names and function == "-" else ""))
     return "\n".join(found) or NO_MATCH

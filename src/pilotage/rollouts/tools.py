@@ -21,10 +21,10 @@ from litellm import ChatCompletionToolParam, ChatCompletionToolParamFunctionChun
 from openhands.sdk.tool import Action, Observation, Tool, ToolDefinition, ToolExecutor, register_tool
 from openhands.sdk.tool.builtins import FinishTool
 from openhands.sdk.tool.schema import Schema
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pilotage.errors import ConfigError
-from pilotage.localization.scoring import InvalidAnswerError, places_of
+from pilotage.localization.scoring import InvalidAnswerError, location_record, places_of
 from pilotage.rollouts.code_search import NO_MATCH, search_command, search_result
 
 LOCATIONS_PATH = "/logs/agent/locations.json"
@@ -226,7 +226,7 @@ class CodeSearchTool(_SessionTool[CodeSearchAction, CodeSearchObservation]):
     def create(cls, conv_state: object = None, *, session: str) -> Sequence[Self]:
         return [
             cls(
-                description="Find Python definitions by identifiers. One per line: path class function.",
+                description="Find Python definitions by identifiers. One per line: path::Class::function.",
                 action_type=CodeSearchAction,
                 observation_type=CodeSearchObservation,
                 executor=_CodeSearchExecutor(_sessions[session]),
@@ -245,6 +245,12 @@ class CodeLocation(BaseModel):
     file: str = Field(description="Path of the file.", min_length=1)
     class_name: str | None = Field(default=None, description="Name of the class.")
     function_name: str | None = Field(default=None, description="Name of the function or method.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_short_form(cls, value: Any) -> Any:
+        """Accept `path::Class::method` too, as `code_search` prints it."""
+        return location_record(value) if isinstance(value, str) else value
 
 
 class LocalizationFinishAction(Action):
