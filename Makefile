@@ -33,7 +33,7 @@ test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
 check: $(STAMP)  ## format, lint, types and layers
 	$(BIN)/ruff format --check $(PYTHON_FILES)
 	$(BIN)/ruff check $(PYTHON_FILES)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(STAMP)  ## format the code and apply safe fixes
