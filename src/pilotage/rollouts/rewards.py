@@ -55,9 +55,7 @@ def read_reward(
     else:
         raise RewardError(f"no reward: the verifier wrote neither {JSON_NAME} nor {TEXT_NAME}")
     if key not in rewards:
-        raise RewardError(
-            f"{source} has no key {key!r}, but {sorted(rewards)}; name one in the recipe"
-        )
+        raise RewardError(f"{source} has no key {key!r}, but {sorted(rewards)}; name one in the recipe")
     if harbor_rewards is not None and harbor_rewards.get(key) != rewards[key]:
         raise RewardError(f"{source} says {rewards[key]}, but Harbor read {harbor_rewards.get(key)}")
     components = {name: value for name, value in rewards.items() if name != key}

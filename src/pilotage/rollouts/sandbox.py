@@ -46,6 +46,8 @@ _ETC = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
+_HOLDER_PROGRAM = "echo ready; while read -r _; do :; done"
+"""The namespace's first process: no signal from inside can end it, it reaps, and it leaves with its input."""
 _READY_LINE = b"ready\n"
 _START_TIMEOUT_S = 60.0
 _REAP_TIMEOUT_S = 5.0
@@ -243,7 +245,7 @@ class BubblewrapSandbox:
                 directories=self._directories,
                 has_network=self._has_network,
             ),
-            *("--info-fd", str(info_fd), "--", "/bin/sh", "-c", "echo ready; exec cat >/dev/null"),
+            *("--info-fd", str(info_fd), "--as-pid-1", "--", "bash", "-c", _HOLDER_PROGRAM),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
