@@ -3,13 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engine.models import STOP, module_logprobs
-from tests.engine.test_trainer import batch
 
 from pilotage.engine import LocalEngine
 from pilotage.engine.checkpoint import MANIFEST_FILE, Manifest, read_manifest, write_checkpoint
 from pilotage.errors import ConfigError, TrainerError
 from pilotage.types import AdamParams, LossConfig, SamplingParams
+from tests.engine.models import STOP, module_logprobs
+from tests.engine.test_trainer import batch
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
@@ -110,7 +110,10 @@ def test_a_write_that_fails_leaves_nothing_where_the_checkpoint_would_be(tmp_pat
         write_checkpoint(tmp_path / "checkpoint", manifest, fail)
     assert not (tmp_path / "checkpoint").exists()
 
-    write_checkpoint(tmp_path / "checkpoint", manifest, lambda d: (d / "whole").write_text("x") and None)
+    def succeed(directory: Path) -> None:
+        (directory / "whole").touch()
+
+    write_checkpoint(tmp_path / "checkpoint", manifest, succeed)
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [MANIFEST_FILE, "whole"]
     assert read_manifest(tmp_path / "checkpoint") == manifest
 

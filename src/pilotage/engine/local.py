@@ -66,7 +66,7 @@ class LocalEngine:
         stop_token_ids: Sequence[int] | None = None,
         device: str | None = None,
         trainer_threads: int = 1,
-        micro_batch_tokens: int = 8192,
+        micro_batch_tokens: int = 4096,
     ) -> "LocalEngine":
         """Load a Hugging Face causal language model for sampling and training.
 
@@ -96,7 +96,11 @@ class LocalEngine:
             return cls(trainer=trainer, loop=loop, model_dir=model_dir, trainer_threads=trainer_threads)
 
         engine = await asyncio.to_thread(build)
-        await engine._hand_over()
+        try:
+            await engine._hand_over()
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
     @property

@@ -39,6 +39,8 @@ class PolicyConfig:
     max_position_embeddings: int = 8192
     rope_theta: float = 10_000.0
     init_std: float = 0.02
+    has_copy_prior: bool = False
+    """Start as `copy_prior` describes, instead of at random; `init_std` is not read then."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

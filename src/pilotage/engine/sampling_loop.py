@@ -93,7 +93,7 @@ class SamplingLoop:
             )
         vocab_size = self._decoder.vocab_size
         if prompt_ids.size == 0 or prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
-            raise SamplerError(
+            raise _lasting(
                 f"a prompt must be one or more ids in [0, {vocab_size}), got {prompt_ids.size} ids"
                 + (f" from {prompt_ids.min()} to {prompt_ids.max()}" if prompt_ids.size else "")
             )
@@ -123,7 +123,7 @@ class SamplingLoop:
     def close(self) -> None:
         """End the thread, and fail what is pending. Closing twice is harmless."""
         with self._wake:
-            self._failure = self._failure or SamplerError("the engine was closed")
+            self._failure = self._failure or _lasting("the engine was closed")
             self._wake.notify()
         self._thread.join()
 
@@ -136,7 +136,7 @@ class SamplingLoop:
                     self._round()
         except Exception as error:  # noqa: BLE001 - the thread's only way to report; nothing goes on after it
             with self._wake:
-                self._failure = SamplerError(f"the sampling thread died: {type(error).__name__}: {error}")
+                self._failure = _lasting(f"the sampling thread died: {type(error).__name__}: {error}")
                 self._failure.__cause__ = error
         self._fail_pending()
 
@@ -301,6 +301,13 @@ class _Batch:
                 [request.params for request in requests], vocab_size=vocab_size, device=device
             ),
         )
+
+
+def _lasting(message: str) -> SamplerError:
+    """Make an error that asking again does not cure."""
+    error = SamplerError(message)
+    error.retryable = False
+    return error
 
 
 def _resolve(future: Future[Completion], outcome: Completion | SamplerError) -> None:
