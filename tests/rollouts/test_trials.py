@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, run_one, write_task
 
+from pilotage.proxy import ChatCompletionsProxy
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice
-from pilotage.types import Outcome, Rollout, Task
+from pilotage.types import Outcome, Rollout, SessionAccess, SessionRecord, SessionSpec, Task
 
 pytestmark = pytest.mark.agents
 
@@ -38,6 +39,26 @@ def task(tmp_path: Path) -> Task:
 async def run(task: Task, *turns: Turn, **fields: object) -> Rollout:
     settings = settings_for(task.path.parent.parent, **fields)
     return await run_one(task, *turns, settings=settings)
+
+
+class Watched:
+    """Sessions at a proxy; keeps their keys and counts how many are open."""
+
+    def __init__(self, proxy: ChatCompletionsProxy) -> None:
+        self.keys: list[str] = []
+        self.num_open = self.most_open = 0
+        self._proxy = proxy
+
+    def open(self, spec: SessionSpec) -> SessionAccess:
+        access = self._proxy.open(spec)
+        self.keys.append(access.api_key)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        return access
+
+    async def close(self, access: SessionAccess) -> SessionRecord:
+        self.num_open -= 1
+        return await self._proxy.close(access)
 
 
 def observations(directory: Path) -> str:
@@ -81,18 +102,12 @@ async def test_the_agent_sees_the_task_alone(task: Task, tmp_path: Path) -> None
 
 async def test_the_key_is_nowhere_in_what_a_trial_leaves(task: Task, tmp_path: Path) -> None:
     async with policy(HAND_IN) as proxy:
-        keys: list[str] = []
-        opened = proxy.open
-
-        class Sessions:
-            open = staticmethod(lambda spec: keys.append((access := opened(spec)).api_key) or access)
-            close = staticmethod(proxy.close)
-
+        sessions = Watched(proxy)
         settings = settings_for(tmp_path, keep_trials=True)
-        async with HarborRunner(sessions=Sessions(), settings=settings) as runner:  # pyright: ignore
+        async with HarborRunner(sessions=sessions, settings=settings) as runner:
             await runner.run(request_for(task))
 
-    [key] = keys
+    [key] = sessions.keys
     files = [path for path in (tmp_path / "trials").rglob("*") if path.is_file()]
     assert files
     assert all(key.encode() not in path.read_bytes() for path in files)
@@ -267,50 +282,40 @@ async def test_a_command_cannot_kill_anything_outside(task: Task) -> None:
 
 async def test_a_missing_task_is_an_error_of_its_own_rollout_alone(task: Task, tmp_path: Path) -> None:
     broken = Task(id="toy/none", path=tmp_path / "none")
-    async with policy(HAND_IN) as proxy:
-        async with HarborRunner(sessions=proxy, settings=settings_for(tmp_path)) as runner:
-            rollouts = await asyncio.gather(
-                runner.run(request_for(broken, "a")), runner.run(request_for(task, "b"))
-            )
+    async with (
+        policy(HAND_IN) as proxy,
+        HarborRunner(sessions=proxy, settings=settings_for(tmp_path)) as runner,
+    ):
+        rollouts = await asyncio.gather(
+            runner.run(request_for(broken, "a")), runner.run(request_for(task, "b"))
+        )
 
     assert [rollout.outcome for rollout in rollouts] == [Outcome.ENVIRONMENT_ERROR, Outcome.COMPLETED]  # H3
 
 
 async def test_cancelling_stops_everything_and_raises(task: Task, tmp_path: Path) -> None:
-    async with policy(("terminal", {"command": "sleep 600"}), HAND_IN) as proxy:
-        async with HarborRunner(sessions=proxy, settings=settings_for(tmp_path)) as runner:
-            running = asyncio.create_task(runner.run(request_for(task)))
-            await asyncio.sleep(3)
-            running.cancel()  # H2
-            with pytest.raises(asyncio.CancelledError):
-                await running
+    async with (
+        policy(("terminal", {"command": "sleep 600"}), HAND_IN) as proxy,
+        HarborRunner(sessions=proxy, settings=settings_for(tmp_path)) as runner,
+    ):
+        running = asyncio.create_task(runner.run(request_for(task)))
+        await asyncio.sleep(3)
+        running.cancel()  # H2
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
     assert list((tmp_path / "trials").iterdir()) == []
     assert [holding for holding in Register().holdings() if str(tmp_path) in holding.tree] == []
 
 
 async def test_no_more_rollouts_run_at_once_than_allowed(task: Task, tmp_path: Path) -> None:
-    running = most = 0
-
     async with policy(HAND_IN) as proxy:
-
-        class Counting:
-            def open(self, spec):  # pyright: ignore
-                nonlocal running, most
-                running += 1
-                most = max(most, running)
-                return proxy.open(spec)  # pyright: ignore
-
-            async def close(self, access):  # pyright: ignore
-                nonlocal running
-                running -= 1
-                return await proxy.close(access)  # pyright: ignore
-
+        sessions = Watched(proxy)
         settings = settings_for(tmp_path, concurrency=2)
-        async with HarborRunner(sessions=Counting(), settings=settings) as runner:  # pyright: ignore
+        async with HarborRunner(sessions=sessions, settings=settings) as runner:
             await asyncio.gather(*(runner.run(request_for(task, str(n))) for n in range(6)))
 
-    assert (most, running) == (2, 0)
+    assert (sessions.most_open, sessions.num_open) == (2, 0)
 
 
 @pytest.mark.parametrize(("agent", "reward"), [("oracle", 1.0), ("nop", 0.0)])
@@ -363,7 +368,8 @@ except ConfigError as error:
 
 
 def test_importing_the_package_brings_in_neither_harbor_nor_the_sdk() -> None:
-    program = "import sys, pilotage.rollouts; print([m for m in ('harbor', 'openhands', 'litellm') if m in sys.modules])"
+    heavy = ("harbor", "openhands", "litellm")
+    program = f"import sys, pilotage.rollouts; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
