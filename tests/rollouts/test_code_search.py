@@ -175,7 +175,16 @@ def places_by_parser(source: str) -> set[str]:
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
             outer[line] = place
     wanted = [n for n, text in enumerate(source.splitlines(), 1) if "needle" in text]
-    return {" ".join(("m.py", *outer.get(line, ("-", "-")))) for line in wanted}
+    return {short_form("m.py", *outer.get(line, ("-", "-"))) for line in wanted}
+
+
+def short_form(path: str, class_name: str, function: str) -> str:
+    return {
+        (True, True): path,
+        (True, False): f"{path}::{function}",
+        (False, True): f"{path}::{class_name}::",
+        (False, False): f"{path}::{class_name}::{function}",
+    }[class_name == "-", function == "-"]
 
 
 @settings(max_examples=60, deadline=None)
