@@ -1,0 +1,167 @@
+"""The recipe: one frozen class, read from TOML and overrides.
+
+Relative paths are relative to the recipe's file, so a recipe works from any directory.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pilotage.errors import ConfigError
+from pilotage.loops.settings import LoopSettings
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PolicySettings(_Section):
+    """The policy, and how the local engine holds it."""
+
+    model: Path
+    """Hugging Face model directory: weights to start from, tokenizer and chat template."""
+    max_context_tokens: int = Field(default=4096, ge=16)
+    max_batch: int = Field(default=32, ge=1)
+    """Completions that are sampled at once."""
+    enable_thinking: bool | None = None
+    """For templates with a think block; absent leaves it to the template."""
+    trainer_threads: int = Field(default=1, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+
+
+class TaskSettings(_Section):
+    """Harbor task directories, or directories of them."""
+
+    train: tuple[Path, ...] = ()
+    held_out: tuple[Path, ...] = ()
+
+
+class RolloutSettings(_Section):
+    """How a rollout is run."""
+
+    agent: str = "openhands"
+    """`openhands`, `module:Class`, or the name of one of Harbor's agents."""
+    agent_options: dict[str, Any] = Field(default_factory=dict)
+    """For agents other than `openhands`."""
+    tools: tuple[str, ...] = ("terminal", "localization_finish")
+    system_prompt_file: Path | None = None
+    skills: tuple[Path, ...] = ()
+    environment: str = "host"
+    """`host`, `module:Class`, or one of Harbor's environment types."""
+    environment_options: dict[str, Any] = Field(default_factory=dict)
+    unsandboxed: bool = False
+    """Run commands of the `host` environment as plain processes, without any protection."""
+    max_turns: int = Field(default=10, ge=1)
+    agent_deadline_s: float | None = Field(default=None, gt=0)
+    verifier_deadline_s: float | None = Field(default=None, gt=0)
+    trial_deadline_s: float = Field(default=3600.0, gt=0)
+    reward_key: str = "reward"
+    expects_hand_in: bool = False
+    """Whether a rollout without exactly one hand-in is `submission_invalid`."""
+    concurrency: int = Field(default=8, ge=1)
+    workers: int = Field(default=2, ge=0)
+    """Processes that run trials; 0 runs them in the driver."""
+    keep_trials: bool = False
+
+
+class Recipe(_Section):
+    """A whole experiment."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    backend: Literal["local"] = "local"
+    """Where trainer and sampler are: `local` is this process."""
+    policy: PolicySettings
+    tasks: TaskSettings = TaskSettings()
+    rollouts: RolloutSettings = RolloutSettings()
+    loop: LoopSettings = LoopSettings()
+
+    def resolved(self) -> dict[str, Any]:
+        """Return plain values for TOML: what is absent is left out."""
+        return _without_none(self.model_dump(mode="json"))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _override(text: str) -> tuple[list[str], Any]:
+    key, separator, raw = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"an override is a.b=value, got {text!r}")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw  # a bare word is a string
+    return key.strip().split("."), value
+
+
+def _applied(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    for text in overrides:
+        path, value = _override(text)
+        section = config
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"override {text!r}: {name} is a value, not a section")
+        section[path[-1]] = value
+    return config
+
+
+_PATH_KEYS = (
+    ("policy", "model"),
+    ("tasks", "train"),
+    ("tasks", "held_out"),
+    ("rollouts", "system_prompt_file"),
+    ("rollouts", "skills"),
+)
+
+
+def _anchored(config: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make the file's relative paths absolute; what is no text is left for validation to refuse."""
+    for section_name, key in _PATH_KEYS:
+        section = config.get(section_name)
+        if not isinstance(section, dict) or key not in section:
+            continue
+        value = section[key]
+        if isinstance(value, str):
+            section[key] = str(base / Path(value).expanduser())
+        elif isinstance(value, list):
+            section[key] = [str(base / Path(v).expanduser()) if isinstance(v, str) else v for v in value]
+    return config
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply overrides (whose paths are relative to the working directory).
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key or a wrong value; the message names the key.
+    """
+    try:
+        config = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; give a recipe file, for example recipes/demo.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    config = _anchored(config, path.resolve().parent)
+    config = _anchored(_applied(config, overrides), Path.cwd())
+    try:
+        return Recipe.model_validate(config)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_fault(error)}") from None
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {key}; docs/reference.md lists the keys"
+    if first["type"] == "missing":
+        return f"missing key {key}"
+    return f"{key} = {first['input']!r}: {first['msg']}"
