@@ -89,6 +89,7 @@ def run_transformers(module: Any, seed: int) -> float:
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=True,
+            use_cache=True,
             top_k=0,
             min_new_tokens=SAMPLED_TOKENS,
             max_new_tokens=SAMPLED_TOKENS,

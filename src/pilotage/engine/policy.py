@@ -81,7 +81,6 @@ def create_policy(directory: Path, *, config: PolicyConfig, tokenizer_dir: Path,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         initializer_range=config.init_std,
         tie_word_embeddings=True,
-        use_cache=False,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
