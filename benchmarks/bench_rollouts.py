@@ -1,0 +1,230 @@
+"""What rollouts cost: a sandboxed trial against a bare one, and many OpenHands rollouts at once.
+
+    python benchmarks/bench_rollouts.py overhead [--pairs 40]
+    python benchmarks/bench_rollouts.py concurrent [--levels 1 8 32 64] [--workers 2]
+
+`overhead`: Harbor's Trial with the no-op agent in a plain local-process environment (bare) against the same
+through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both. `concurrent`: OpenHands
+rollouts of five model calls (four tools and the hand-in) against a policy without latency.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any, override
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.trial.trial import Trial
+from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
+
+from pilotage.rollouts.runner import HarborRunner, RunnerSettings
+from pilotage.rollouts.third_party import prepare
+from pilotage.rollouts.trial import AgentChoice
+from pilotage.types import Outcome, Task
+
+
+class BareEnvironment(BaseEnvironment):
+    """The least a Harbor environment can be: a directory, bash, and paths rewritten by text."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.root = Path(tempfile.mkdtemp(prefix="bare-"))
+
+    @staticmethod
+    @override
+    def type() -> str:
+        return "bare"
+
+    @property
+    @override
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities()
+
+    @override
+    def _validate_definition(self) -> None: ...
+
+    def _moved(self, text: str) -> str:
+        for top in ("/logs", "/tests", "/workspace"):
+            text = text.replace(top, f"{self.root}{top}")
+        return text
+
+    @override
+    async def start(self, force_build: bool) -> None:
+        for name in ("logs/agent", "logs/verifier", "logs/artifacts", "tests"):
+            (self.root / name).mkdir(parents=True)
+        shutil.copytree(self.environment_dir, self.root / "workspace")
+
+    @override
+    async def stop(self, delete: bool) -> None:
+        shutil.rmtree(self.root)
+
+    @override
+    async def exec(
+        self,
+        command: str,
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_sec: int | None = None,
+        user: str | int | None = None,
+    ) -> ExecResult:
+        process = await asyncio.create_subprocess_exec(
+            *("bash", "-c", self._moved(command)),
+            cwd=self.root / "workspace",
+            env={"PATH": os.environ["PATH"], **(env or {})},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return ExecResult(stdout=out.decode(), stderr=err.decode(), return_code=process.returncode or 0)
+
+    @override
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        shutil.copy2(source_path, self._moved(target_path))
+
+    @override
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        target = self.root / target_dir.lstrip("/")
+        shutil.copytree(source_dir, target, dirs_exist_ok=True)
+        for script in target.glob("*.sh"):
+            script.write_text(self._moved(script.read_text()))
+
+    @override
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        shutil.copy2(self._moved(source_path), target_path)
+
+    @override
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        shutil.copytree(self._moved(source_dir), target_dir, dirs_exist_ok=True)
+
+
+async def bare_trial(task: Task, trials: Path) -> float:
+    started = time.perf_counter()
+    config = TrialConfig(
+        task=TaskConfig(path=task.path),
+        trial_name=f"bare-{uuid.uuid4().hex[:8]}",
+        trials_dir=trials,
+        agent=AgentConfig(name="nop"),
+        environment=EnvironmentConfig(import_path=f"{__name__}:BareEnvironment"),
+    )
+    trial = await Trial.create(config)
+    result = await trial.run()
+    assert result.exception_info is None, result.exception_info
+    shutil.rmtree(trial.paths.trial_dir)
+    return time.perf_counter() - started
+
+
+def cpu_seconds() -> float:
+    """Return CPU time of this process and its ended children: steady on a busy machine."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+async def overhead(num_pairs: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        task = write_task(Path(directory) / "tasks")
+        trials = Path(directory) / "trials"
+        settings = RunnerSettings(trials_directory=trials, agent=AgentChoice(name="nop"), workers=0)
+        bare: list[float] = []
+        ours: list[float] = []
+        cpu_bare = cpu_ours = 0.0
+        async with policy() as proxy, HarborRunner(sessions=proxy, settings=settings) as runner:
+            for pair in range(num_pairs + 3):
+                cpu_at = [cpu_seconds()]
+                bare_s = await bare_trial(task, trials)
+                cpu_at.append(cpu_seconds())
+                started = time.perf_counter()
+                rollout = await runner.run(request_for(task, f"pair-{pair}"))
+                ours_s = time.perf_counter() - started
+                assert rollout.outcome == Outcome.COMPLETED, rollout.failure
+                if pair >= 3:  # the first ones import and fill caches
+                    cpu_bare += cpu_at[1] - cpu_at[0]
+                    cpu_ours += cpu_seconds() - cpu_at[1]
+                    bare.append(bare_s)
+                    ours.append(ours_s)
+    ratios = sorted(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
+    quartiles = statistics.quantiles(ratios, n=4)
+    print(f"{num_pairs} pairs: bare {1e3 * statistics.median(bare):.1f} ms (best {1e3 * min(bare):.1f})")
+    print(f"runner + sandbox {1e3 * statistics.median(ours):.1f} ms (best {1e3 * min(ours):.1f})")
+    print(f"ratio: median {quartiles[1]:.2f}, quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f};")
+    print(
+        f"best against best {min(ours) / min(bare):.2f}; CPU a trial: bare {1e3 * cpu_bare / num_pairs:.1f} ms,"
+    )
+    print(f"runner + sandbox {1e3 * cpu_ours / num_pairs:.1f} ms, ratio {cpu_ours / cpu_bare:.2f}")
+
+
+def rss_mb(pid: int) -> float:
+    with open(f"/proc/{pid}/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
+
+
+async def level(runner: HarborRunner, task: Task, concurrency: int) -> None:
+    count = max(2 * concurrency, 8)
+    started = time.perf_counter()
+    rollouts = await asyncio.gather(
+        *(runner.run(request_for(task, f"n{concurrency}-{number}")) for number in range(count))
+    )
+    seconds = time.perf_counter() - started
+    assert {rollout.outcome for rollout in rollouts} == {Outcome.COMPLETED}, [r.failure for r in rollouts]
+    pids = [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+    memory = [rss_mb(pid) for pid in pids]
+    files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
+    threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
+    print(
+        f"{concurrency:3} at once: {count / seconds:5.2f} rollouts/s, workers {sum(memory):.0f} MB"
+        f" {[round(m) for m in memory]}, open files {files}, threads {threads}",
+        flush=True,
+    )
+
+
+async def concurrent(levels: list[int], workers: int) -> None:
+    look = [("terminal", {"command": f"echo {n}; ls"}) for n in range(2)]
+    search = [("code_search", {"query": name}) for name in ("gamma", "Alpha beta")]
+    agent = AgentChoice(options={"tools": ("terminal", "code_search", "localization_finish")})
+    with tempfile.TemporaryDirectory() as directory:
+        task = write_task(Path(directory) / "tasks")
+        for concurrency in levels:
+            settings = RunnerSettings(
+                trials_directory=Path(directory) / "trials",
+                agent=agent,
+                workers=workers,
+                concurrency=concurrency,
+            )
+            async with (
+                policy(*look, *search, HAND_IN) as proxy,
+                HarborRunner(sessions=proxy, settings=settings) as runner,
+            ):
+                await asyncio.gather(*(runner.run(request_for(task, f"warm{n}")) for n in range(2 * workers)))
+                await level(runner, task, concurrency)
+    files = len(os.listdir("/proc/self/fd"))
+    print(f"driver: {rss_mb(os.getpid()):.0f} MB, {files} files, {threading.active_count()} threads")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("overhead").add_argument("--pairs", type=int, default=40)
+    second = commands.add_parser("concurrent")
+    second.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32, 64])
+    second.add_argument("--workers", type=int, default=2)
+    chosen = parser.parse_args()
+    prepare()
+    if chosen.command == "overhead":
+        asyncio.run(overhead(chosen.pairs))
+    else:
+        asyncio.run(concurrent(chosen.levels, chosen.workers))
+
+
+if __name__ == "__main__":
+    main()
