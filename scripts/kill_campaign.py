@@ -156,6 +156,7 @@ def run_batch(kind: str, task: Task, base: Path, count: int, rng: random.Random)
         (base / name).mkdir(parents=True, exist_ok=True)
     driver = os.fork()
     if driver == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what dying threads and sandboxes say is no news
         drive(task, base, count, workers=1 if kind == "agent" else 0)
     sandboxes = wait_for_sandboxes(min(2, count), driver)
     time.sleep(rng.uniform(0.0, 1.0))

@@ -271,7 +271,7 @@ async def test_a_verifier_that_hangs_leaves_nothing_running(tmp_path: Path) -> N
 
 
 async def test_a_command_cannot_kill_anything_outside(task: Task) -> None:
-    bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
+    bystander = subprocess.Popen(["sleep", "3600"])  # noqa: ASYNC220
     rollout = await run(task, ("terminal", {"command": "pkill -9 sleep; kill -9 -1"}), HAND_IN)  # H16
 
     assert rollout.outcome == Outcome.COMPLETED
