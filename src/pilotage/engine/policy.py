@@ -85,6 +85,10 @@ def create_policy(directory: Path, *, config: PolicyConfig, tokenizer_dir: Path,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = Qwen3ForCausalLM(model_config)
+    if config.has_copy_prior:
+        from pilotage.engine.copy_prior import install_copy_prior
+
+        install_copy_prior(module, seed=seed)
     disable_progress_bar()
     module.save_pretrained(directory)
     copy_tokenizer(tokenizer_dir, directory)
