@@ -41,7 +41,11 @@ format: $(STAMP)  ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix $(PYTHON_FILES)
 
 bench: $(STAMP)  ## run every benchmark; docs/performance.md explains the numbers
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	$(BIN)/python benchmarks/bench_rendering.py
+	$(BIN)/python benchmarks/bench_proxy.py
+	$(BIN)/python benchmarks/bench_sampler.py
+	$(BIN)/python benchmarks/bench_rollouts.py overhead
+	$(BIN)/python benchmarks/bench_rollouts.py concurrent
 
 reference: $(STAMP)  ## write the tables of docs/reference.md from the code
 	$(BIN)/python scripts/write_reference.py
