@@ -24,5 +24,5 @@ if [ -e "runs/$name/config.toml" ]; then
 fi
 
 [ -d tasks/demo ] || "$pilotage" data demo --out tasks/demo
-"$pilotage" train recipes/demo.toml --run-name "$name" "${resume[@]}" "loop.seed=$seed"
+"$pilotage" train recipes/demo.toml "loop.seed=$seed" --run-name "$name" "${resume[@]}"
 "$pilotage" report "runs/$name"

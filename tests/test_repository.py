@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from scripts.write_reference import REFERENCE, rendered
+
+from pilotage.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -153,13 +156,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def shown_commands() -> Iterator[str]:
-    """Command lines that a page shows: in a block, or between backticks."""
+def block_lines() -> Iterator[str]:
+    """Lines that pages show in blocks, without variables set before a command."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        in_blocks = "".join(re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
-        for line in [*in_blocks, *re.findall(r"`([^`\n]+)`", text)]:
-            yield re.sub(r"^([A-Z]+=\S* )+", "", line.strip())
+        for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            yield from (re.sub(r"^([A-Z]+=\S* )+", "", line) for line in block.splitlines())
+
+
+def shown_commands() -> Iterator[str]:
+    """Command lines that pages show: in a block, or between backticks."""
+    yield from block_lines()
+    for page in PAGES:
+        yield from re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
 
 
 def test_every_make_target_on_a_page_exists() -> None:
@@ -175,13 +184,28 @@ def test_every_pilotage_command_and_option_on_a_page_exists() -> None:
     for line in shown_commands():
         found = re.match(r"pilotage ((?:data )?[a-z-]+)\b(.*)", line)
         if found:
-            options = re.findall(r"(?<![\w-])--[a-z-]+", found.group(2).partition("#")[0])
+            options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", found.group(2).partition("#")[0])
             shown.setdefault(tuple(found.group(1).split()), set()).update(options)
     assert {("train",), ("data", "demo"), ("report",)} <= shown.keys()
     for command, options in shown.items():
         done = subprocess.run([COMMAND, *command, "--help"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, (command, done.stderr)
         assert [option for option in options if option not in done.stdout] == [], command
+
+
+def test_every_command_line_in_a_block_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in block_lines() if re.match(r"pilotage (?!data)[a-z-]+ [^-]", line)]
+    assert len(lines) > 10
+    monkeypatch.chdir(tmp_path)  # where nothing is that the commands name, so none of them starts
+    refused: list[str] = []
+    for line in lines:
+        try:
+            assert main(shlex.split(line, comments=True)[1:]) == 2, line
+        except SystemExit:
+            refused.append(capsys.readouterr().err.splitlines()[-1])
+    assert refused == []
 
 
 # --- the scripts ---
@@ -222,7 +246,7 @@ def demo_commands(root: Path) -> list[str]:
 
 
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
-    expected = ["train recipes/demo.toml --run-name demo-seed1 loop.seed=1", "report runs/demo-seed1"]
+    expected = ["train recipes/demo.toml loop.seed=1 --run-name demo-seed1", "report runs/demo-seed1"]
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
     assert demo_commands(tmp_path) == expected
@@ -234,6 +258,6 @@ def test_the_demo_resumes_what_stopped_and_keeps_what_finished(tmp_path: Path) -
     run.mkdir(parents=True)
     (run / "config.toml").touch()
     (run / "events.jsonl").write_text('{"at":1.0,"event":"started"}\n')
-    assert demo_commands(tmp_path)[0].endswith("--run-name demo-seed1 --resume loop.seed=1")
+    assert demo_commands(tmp_path)[0].endswith("loop.seed=1 --run-name demo-seed1 --resume")
     (run / "events.jsonl").write_text('{"at":1.0,"event":"finished","step":50}\n')
-    assert demo_commands(tmp_path)[0].endswith("--run-name demo-seed1-2 loop.seed=1")
+    assert demo_commands(tmp_path)[0].endswith("loop.seed=1 --run-name demo-seed1-2")
