@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.engine.models import CONFIGS, STOP, write_model
 
 from pilotage.engine import LocalEngine
-from tests.engine.models import CONFIGS, STOP, write_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,13 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.engine.models import STOP, module_logprobs
+from tests.engine.test_trainer import batch
 
 from pilotage.engine import LocalEngine
 from pilotage.engine.checkpoint import MANIFEST_FILE, Manifest, read_manifest, write_checkpoint
 from pilotage.errors import ConfigError, TrainerError
 from pilotage.types import AdamParams, LossConfig, SamplingParams
-from tests.engine.models import STOP, module_logprobs
-from tests.engine.test_trainer import batch
 
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
+from tests.engine.models import VOCAB_SIZE, write_tokenizer
 from transformers import AutoConfig
 
 from pilotage.engine import PolicyConfig, create_policy
 from pilotage.engine.policy import eos_token_ids
 from pilotage.errors import ConfigError
-from tests.engine.models import VOCAB_SIZE, write_tokenizer
 
 SMALL = PolicyConfig(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, intermediate_size=24

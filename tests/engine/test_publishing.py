@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.engine.models import VOCAB_SIZE, module_logprobs
+from tests.engine.test_trainer import batch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,8 +20,6 @@ from pilotage.engine.sampling_loop import SamplingLoop
 from pilotage.engine.trainer import TorchTrainer
 from pilotage.errors import SamplerError, TrainerError
 from pilotage.types import AdamParams, LossConfig, SamplingParams, TokenIds, token_ids
-from tests.engine.models import VOCAB_SIZE, module_logprobs
-from tests.engine.test_trainer import batch
 
 PROMPT = token_ids([1, 2, 3])
 

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.engine.models import STOP, VOCAB_SIZE, module_logprobs, random_ids
 
 from pilotage.engine import LocalEngine
 from pilotage.errors import ContextExceededError, SamplerError
 from pilotage.types import Completion, FinishReason, SamplingParams, TokenIds
-from tests.engine.models import STOP, VOCAB_SIZE, module_logprobs, random_ids
 
 
 async def open_engine(model_dir: Path, *, max_batch: int = 8, stop: int = VOCAB_SIZE) -> LocalEngine:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.engine.models import random_ids
 from torch import Tensor
 
 from pilotage.engine.logprobs import project
@@ -12,7 +13,6 @@ from pilotage.engine.modules import load_module
 from pilotage.engine.trainer import TorchTrainer, split
 from pilotage.errors import TrainerError
 from pilotage.types import AdamParams, LossConfig, PolicyLoss, Reduction, Sample
-from tests.engine.models import random_ids
 
 CPU = torch.device("cpu")
 WIDE = LossConfig(policy_loss=PolicyLoss.GRPO, reduction=Reduction.TOKEN_MEAN, clip_low=0.2, clip_high=0.2)
