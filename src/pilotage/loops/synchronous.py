@@ -65,6 +65,31 @@ def tasks_of_step(tasks: Sequence[Task], *, step: int, per_step: int, seed: int)
     return chosen
 
 
+def _request(
+    rollout_id: str, group: str, task: Task, sampling: SamplingParams, settings: LoopSettings
+) -> RolloutRequest:
+    seed = rollout_seed(settings.seed, rollout_id)
+    return RolloutRequest(id=rollout_id, group_id=group, task=task, sampling=replace(sampling, seed=seed))
+
+
+def train_requests(tasks: Sequence[Task], *, settings: LoopSettings, step: int) -> list[RolloutRequest]:
+    """Return the rollouts of a training step, group by group."""
+    chosen = tasks_of_step(tasks, step=step, per_step=settings.tasks_per_step, seed=settings.seed)
+    groups = [(f"step-{step:04d}-{position:02d}", task) for position, task in enumerate(chosen)]
+    return [
+        _request(f"{group}-{index:02d}", group, task, settings.sampling, settings)
+        for group, task in groups
+        for index in range(settings.group_size)
+    ]
+
+
+def evaluation_requests(tasks: Sequence[Task], *, settings: LoopSettings, step: int) -> list[RolloutRequest]:
+    """Return one rollout of every task, at the evaluation's temperature."""
+    sampling = replace(settings.sampling, temperature=settings.evaluation.temperature)
+    ids = [f"eval-{step:04d}-{position:02d}" for position in range(len(tasks))]
+    return [_request(name, name, task, sampling, settings) for name, task in zip(ids, tasks, strict=True)]
+
+
 class SynchronousLoop:
     """Trains a policy with rollouts of its own newest weights."""
 
@@ -131,7 +156,9 @@ class SynchronousLoop:
     async def _step(self, step: int) -> bool:
         """Do one step; return whether it changed the weights."""
         started = time.monotonic()
-        rollouts = await self._collect(self._train_requests(step), "rollouts", step)
+        rollouts = await self._collect(
+            train_requests(self._train_tasks, settings=self._settings, step=step), "rollouts", step
+        )
         collected = time.monotonic()
         batch = build_batch(rollouts, self._rules, scale_by_std=self._settings.scale_advantages_by_std)
         self._observer.on_phase("train", step, 0)
@@ -159,7 +186,9 @@ class SynchronousLoop:
         if not self._held_out_tasks:
             return {}
         started = time.monotonic()
-        rollouts = await self._collect(self._evaluation_requests(step), "evaluation", step)
+        rollouts = await self._collect(
+            evaluation_requests(self._held_out_tasks, settings=self._settings, step=step), "evaluation", step
+        )
         return evaluation_metrics(rollouts) | {"time/evaluation_s": time.monotonic() - started}
 
     async def _finish(self, record: dict[str, float]) -> None:
@@ -176,29 +205,6 @@ class SynchronousLoop:
         return step % every == 0 or step == self._settings.num_steps
 
     # --- rollouts ---
-
-    def _train_requests(self, step: int) -> Iterable[RolloutRequest]:
-        tasks = tasks_of_step(
-            self._train_tasks, step=step, per_step=self._settings.tasks_per_step, seed=self._settings.seed
-        )
-        for position, task in enumerate(tasks):
-            group = f"step-{step:04d}-{position:02d}"
-            for index in range(self._settings.group_size):
-                yield self._request(f"{group}-{index:02d}", group, task, self._settings.sampling)
-
-    def _evaluation_requests(self, step: int) -> Iterable[RolloutRequest]:
-        sampling = replace(self._settings.sampling, temperature=self._settings.evaluation.temperature)
-        for position, task in enumerate(self._held_out_tasks):
-            group = f"eval-{step:04d}-{position:02d}"
-            yield self._request(group, group, task, sampling)
-
-    def _request(self, rollout_id: str, group: str, task: Task, sampling: SamplingParams) -> RolloutRequest:
-        return RolloutRequest(
-            id=rollout_id,
-            group_id=group,
-            task=task,
-            sampling=replace(sampling, seed=rollout_seed(self._settings.seed, rollout_id)),
-        )
 
     async def _collect(self, requests: Iterable[RolloutRequest], phase: str, step: int) -> list[Rollout]:
         """Run all requests, as many at once as the runner allows; in the order of the requests."""

@@ -20,11 +20,13 @@ END_OF_TURN = "<|im_end|>"
 PADDING = "<|endoftext|>"
 _CONTROL = (PADDING, "<|im_start|>", END_OF_TURN, "<tool_call>", "</tool_call>")
 
-# A path part, a name with the `::` before it, a word, a number, white space, or punctuation with single
-# spaces inside (`": "` is one): what is copied is copied whole, and each piece follows from the one before.
+_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+# The JSON around a call's words; what stands between quoted words of an issue; a path part; a name with the
+# `::` before it; a word; a number; punctuation; white space. What is copied is copied whole, and each piece
+# follows from the one before it.
 _PIECES = Regex(
-    r"[A-Za-z_][A-Za-z0-9_]*(?:\.py(?![A-Za-z0-9_])|/)|::(?:[A-Za-z_][A-Za-z0-9_]*)?"
-    r"|[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[^A-Za-z0-9_\s]+?(?=::)|[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s+"
+    rf'\{{"name": "|", "arguments": \{{"{_WORD}": \[?"|"\]?\}}\}}'
+    rf"|`(?:, `| and `)|{_WORD}(?:\.py(?![A-Za-z0-9_])|/)|::(?:{_WORD})?|{_WORD}|[0-9]+|[^A-Za-z0-9_\s]|\s+"
 )
 
 

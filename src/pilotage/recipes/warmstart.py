@@ -1,4 +1,4 @@
-"""Build the tiny policy that the demo starts from: tokenizer, copy prior, demonstrations, supervised training.
+"""Build the tiny policy that the demo starts from: tokenizer, copy prior, demonstrations, imitation.
 
 Everything follows from the recipe, its tasks and a seed. Demonstrations are real rollouts by a script (see
 `demonstrations`), recorded by the proxy; training reads the recorded ids. In most of them the words are
@@ -53,11 +53,13 @@ POLICY = PolicyConfig(
 )
 ROLLOUTS_PER_TASK = 4
 COPY_STEPS = 60
-IMITATION_STEPS = 300
+IMITATION_STEPS = 1000
 BATCH_SIZE = 16
 SHUFFLED = 0.9
 """Share of demonstrations whose words are shuffled."""
-_COPY_RATE, _IMITATION_RATE = 1e-3, 1e-3
+COMMON = 0.4
+"""A word of at least this share of the demonstrations belongs to the format, not to a task."""
+_COPY_RATE, _IMITATION_RATE = 1e-3, 2e-3
 _BETA2 = 0.98
 _LOSS = LossConfig(policy_loss=PolicyLoss.CROSS_ENTROPY, reduction=Reduction.TOKEN_MEAN)
 
@@ -167,24 +169,19 @@ def shuffle_words(sample: Sample, words: np.ndarray, rng: np.random.Generator) -
     return _supervised(renamed[sample.token_ids], sample.loss_mask.copy(), sample.sequence_id)
 
 
-def task_words(samples: Sequence[Sample], tokenizer: TokenizerFile, vocab_size: int) -> dict[str, np.ndarray]:
-    """Return ids of words by kind (`path/`, `file.py`, `::name`, other), without those of every transcript."""
+def task_words(samples: Sequence[Sample], tokenizer: TokenizerFile, vocab_size: int) -> list[np.ndarray]:
+    """Return the ids of words, one array a kind, without the words that most transcripts hold.
+
+    Kinds: `path/`, `file.py`, `::name`, and the rest. Only words of a kind can stand for one another.
+    """
     seen = Counter(token for sample in samples for token in set(sample.token_ids.tolist()))
     kinds: dict[str, list[int]] = {}
     for token in range(vocab_size):
         text = tokenizer.decode([token])
-        if seen[token] < 0.4 * len(samples) and re.search(r"[A-Za-z_]{2}", text) and not text.startswith("<"):
-            kind = (
-                "::"
-                if text.startswith("::")
-                else text[-1]
-                if text[-1] == "/"
-                else text[-3:]
-                if text.endswith(".py")
-                else ""
-            )
-            kinds.setdefault(kind, []).append(token)
-    return {kind: np.array(tokens) for kind, tokens in kinds.items()}
+        word = re.fullmatch(r"(::)?[A-Za-z_][A-Za-z0-9_]+(/|\.py)?", text)
+        if word is not None and seen[token] < COMMON * len(samples):
+            kinds.setdefault(f"{word[1]} {word[2]}", []).append(token)
+    return [np.array(tokens) for tokens in kinds.values()]
 
 
 def _rate(step: int, total: int, peak: float) -> AdamParams:
@@ -204,7 +201,7 @@ async def train_warm_start(
     """Train the policy to copy, then to imitate the demonstrations."""
     rng = np.random.default_rng(seed)
     kinds = task_words(samples, tokenizer, vocab_size)
-    vocab = np.concatenate(list(kinds.values()))
+    vocab = np.concatenate(kinds)
     for step in range(COPY_STEPS):
         result = await engine.forward_backward(copy_batch(vocab, BATCH_SIZE, rng), _LOSS)
         await engine.step(replace(_rate(step, COPY_STEPS, _COPY_RATE), learning_rate=_COPY_RATE))
@@ -219,8 +216,8 @@ async def train_warm_start(
             report(f"imitation: step {step + 1}, loss {result.loss:.3f}")
 
 
-def _shuffled(sample: Sample, kinds: dict[str, np.ndarray], rng: np.random.Generator) -> Sample:
-    for words in kinds.values():
+def _shuffled(sample: Sample, kinds: Sequence[np.ndarray], rng: np.random.Generator) -> Sample:
+    for words in kinds:
         sample = shuffle_words(sample, words, rng)
     return sample
 
@@ -231,7 +228,7 @@ async def warm_start(recipe: Recipe, out: Path, *, report: Report) -> None:
     Raises:
         ConfigError: `out` exists, or the demonstrations cannot be made.
     """
-    if out.exists():
+    if out.exists():  # noqa: ASYNC240  # once, before anything runs
         raise ConfigError(f"{out} exists already; remove it, or choose another --out")
     building = out.with_name(f".{out.name}.building")
     shutil.rmtree(building, ignore_errors=True)

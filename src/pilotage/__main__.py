@@ -1,0 +1,5 @@
+"""`python -m pilotage`."""
+
+from pilotage.cli import main
+
+raise SystemExit(main())

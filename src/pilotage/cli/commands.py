@@ -1,0 +1,126 @@
+"""The command tree: arguments, and which function runs. No work happens here."""
+
+import argparse
+import asyncio
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+from pilotage import __version__
+from pilotage.errors import ConfigError, PilotageError
+
+type Command = Callable[[argparse.Namespace], Coroutine[object, object, int]]
+
+_DEFAULT_RECIPE = Path("recipes/demo.toml")
+
+
+def run(argv: list[str]) -> int:
+    """Parse, run, and turn errors into one line and an exit code."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    module, function = arguments.command
+    command: Command = getattr(importlib.import_module(f"pilotage.cli.{module}"), function)
+    try:
+        return asyncio.run(command(arguments))
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except PilotageError as error:
+        return _fail(str(error), 1)
+    except BaseExceptionGroup as group:
+        return _fail_group(group)
+    except ModuleNotFoundError as error:
+        extra = "agents" if error.name and error.name.split(".")[0] in ("harbor", "openhands") else "local"
+        return _fail(f"{error}; install it with `pip install 'pilotage[{extra}]'` or `make install`", 2)
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"pilotage: {message}\n")
+    return code
+
+
+def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
+    """Report the first deliberate error of tasks that failed together; anything else is our bug."""
+    ours, others = group.split(PilotageError)
+    if ours is None or others is not None:
+        raise group
+    first: BaseException = ours
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return _fail(str(first), 2 if isinstance(first, ConfigError) else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pilotage", description="RL post-training for coding agents.")
+    parser.add_argument("--version", action="version", version=f"pilotage {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_training(commands)
+    _add_reading(commands)
+    data = commands.add_parser("data", help="make tasks").add_subparsers(metavar="KIND", required=True)
+    demo = data.add_parser("demo", help="localization tasks from installed packages")
+    demo.add_argument("--out", type=Path, required=True, help="new directory: train/ and held_out/ go there")
+    demo.add_argument("--train", type=int, default=160, metavar="N", help="training tasks (%(default)s)")
+    demo.add_argument("--held-out", type=int, default=32, metavar="N", help="held-out tasks (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.set_defaults(command=("data", "demo"))
+    return parser
+
+
+type _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="override a key of the recipe")
+
+
+def _add_training(commands: _Commands) -> None:
+    train = commands.add_parser("train", help="train a policy by a recipe")
+    _recipe_arguments(train)
+    train.add_argument("--run-name", metavar="NAME", help="directory under runs/; default: the recipe's name")
+    train.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    train.set_defaults(command=("train", "train"))
+
+    evaluate = commands.add_parser("eval", help="evaluate a policy on a recipe's held-out tasks")
+    _recipe_arguments(evaluate)
+    evaluate.add_argument(
+        "--policy", type=Path, metavar="DIR", help="checkpoint; default: the recipe's model"
+    )
+    evaluate.set_defaults(command=("train", "evaluate"))
+
+    rollout = commands.add_parser("rollout", help="run one trial and print what happened")
+    rollout.add_argument("task", type=Path, metavar="TASK_DIR")
+    rollout.add_argument("overrides", nargs="*", metavar="a.b=value", help="override a key of the recipe")
+    rollout.add_argument("--recipe", type=Path, default=_DEFAULT_RECIPE, metavar="RECIPE.toml")
+    rollout.add_argument("--policy", type=Path, metavar="DIR", help="checkpoint; default: the recipe's model")
+    rollout.set_defaults(command=("train", "rollout"))
+
+    warm_start = commands.add_parser("warmstart", help="build the tiny policy that the demo starts from")
+    _recipe_arguments(warm_start)
+    warm_start.add_argument("--out", type=Path, required=True, metavar="DIR")
+    warm_start.set_defaults(command=("train", "warm_start"))
+
+
+def _add_reading(commands: _Commands) -> None:
+    show = commands.add_parser("show", help="list a run's steps, or print one rollout's tree with masks")
+    show.add_argument("run", type=Path, metavar="RUN")
+    show.add_argument("rollout", nargs="?", metavar="ROLLOUT")
+    show.set_defaults(command=("reading", "show"))
+
+    report = commands.add_parser("report", help="print reward means and write reward_graph.svg")
+    report.add_argument("run", type=Path, metavar="RUN")
+    report.add_argument(
+        "--window", type=int, default=5, metavar="STEPS", help="steps a mean covers (%(default)s)"
+    )
+    report.set_defaults(command=("reading", "report"))
+
+    verify = commands.add_parser("verify-template", help="say whether a chat template is append-only")
+    verify.add_argument("model", type=Path, metavar="MODEL_OR_DIR")
+    verify.set_defaults(command=("reading", "verify"))
+
+    sweep = commands.add_parser("sweep", help="remove what killed runs left on this machine")
+    sweep.set_defaults(command=("reading", "sweep"))

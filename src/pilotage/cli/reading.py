@@ -1,0 +1,68 @@
+"""Commands that read: runs, templates, and what killed runs left."""
+
+import argparse
+from pathlib import Path
+
+from pilotage.errors import ConfigError
+from pilotage.loops.run_directory import RunDirectory
+
+
+def _run(path: Path) -> RunDirectory:
+    run = RunDirectory(path)
+    if not run.config_path.is_file():
+        raise ConfigError(f"{path} is no run directory: it has no config.toml")
+    return run
+
+
+async def show(arguments: argparse.Namespace) -> int:
+    """Print a run, or one of its rollouts."""
+    from pilotage.loops import read_rollout
+    from pilotage.ops import format_rollout, format_run
+    from pilotage.rendering import load_renderer
+
+    run = _run(arguments.run)
+    files = run.rollout_files()
+    if arguments.rollout is None:
+        print(format_run(run.metrics(), files))
+        return 0
+    name = f"{arguments.rollout}.json.gz"
+    found = next((path for path in files if path.name == name), None)
+    if found is None:
+        raise ConfigError(
+            f"{arguments.run} has no rollout {arguments.rollout}; `pilotage show {arguments.run}` lists them"
+        )
+    renderer = load_renderer(Path(run.config()["policy"]["model"]))
+    print(format_rollout(read_rollout(found), renderer.decode))
+    return 0
+
+
+async def report(arguments: argparse.Namespace) -> int:
+    """Print a run's report and write its graph."""
+    from pilotage.ops import format_report, write_reward_graph
+
+    run = _run(arguments.run)
+    records = run.metrics()
+    if arguments.window < 1:
+        raise ConfigError(f"--window must be positive, got {arguments.window}")
+    print(format_report(records, window=arguments.window))
+    graph = run.path / "reward_graph.svg"
+    write_reward_graph(graph, {run.path.name: records}, window=arguments.window)
+    print(f"graph: {graph}")
+    return 0
+
+
+async def verify(arguments: argparse.Namespace) -> int:
+    """Say whether a template is append-only: exit code 0 if it can be used token-exactly, 1 if not."""
+    from pilotage.rendering import format_report, verify_template
+
+    found = verify_template(arguments.model)
+    print(format_report(found))
+    return 0 if found.is_usable else 1
+
+
+async def sweep(arguments: argparse.Namespace) -> int:
+    """Remove what dead drivers left."""
+    from pilotage.rollouts import sweep as sweep_machine
+
+    print(sweep_machine())
+    return 0

@@ -1,0 +1,147 @@
+"""Commands that run rollouts: train, eval, rollout, warmstart."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import tempfile
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
+from pathlib import Path
+
+from pilotage.errors import ConfigError
+from pilotage.recipes import Recipe, load_recipe
+
+
+async def train(arguments: argparse.Namespace) -> int:
+    """Train by a recipe into a run directory."""
+    from pilotage.cli.progress import TerminalObserver
+    from pilotage.datasets import load_tasks
+    from pilotage.loops import RunDirectory, SynchronousLoop
+    from pilotage.ops import write_reward_graph
+    from pilotage.recipes.stack import open_stack
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    path = arguments.runs_dir / (arguments.run_name or recipe.name)
+    train_tasks, held_out = load_tasks(recipe.tasks.train), load_tasks(recipe.tasks.held_out)
+    observer = TerminalObserver(num_steps=recipe.loop.num_steps)
+    with RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run, observer:
+        observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
+        observer.say(f"{len(train_tasks)} training tasks, {len(held_out)} held out; starting workers")
+        async with (
+            _terminable(),
+            open_stack(recipe, model=recipe.policy.model, trials_directory=path / "trials") as stack,
+        ):
+            loop = SynchronousLoop(
+                trainer=stack.engine,
+                runner=stack.runner,
+                run=run,
+                train_tasks=train_tasks,
+                held_out_tasks=held_out,
+                settings=recipe.loop,
+                observer=observer,
+            )
+            await loop.run()
+        write_reward_graph(path / "reward_graph.svg", {path.name: run.metrics()}, window=5)
+    return 0
+
+
+def _origin(model: Path) -> str:
+    return " (warm-started, as shipped)" if (model / "warm_start.json").is_file() else ""
+
+
+@contextlib.asynccontextmanager
+async def _terminable() -> AsyncGenerator[None]:
+    """Let SIGTERM end the command as Ctrl-C does: by cancelling it, so that everything is cleaned up."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    terminated = False
+
+    def on_signal() -> None:
+        nonlocal terminated
+        terminated = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if terminated:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _trials_directory() -> Generator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pilotage-trials-") as directory:
+        yield Path(directory)
+
+
+def _model(recipe: Recipe, policy: Path | None) -> Path:
+    if policy is not None and not policy.is_dir():
+        raise ConfigError(f"{policy} is not a directory; give a checkpoint or a Hugging Face model directory")
+    return policy or recipe.policy.model
+
+
+async def evaluate(arguments: argparse.Namespace) -> int:
+    """Run every held-out task once and print mean reward and outcomes."""
+    from pilotage.datasets import load_tasks
+    from pilotage.loops.metrics import evaluation_metrics
+    from pilotage.loops.synchronous import evaluation_requests
+    from pilotage.recipes.stack import open_stack
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    tasks = load_tasks(recipe.tasks.held_out)
+    if not tasks:
+        raise ConfigError("there is nothing to evaluate; give tasks.held_out")
+    requests = evaluation_requests(tasks, settings=recipe.loop, step=0)
+    with _trials_directory() as trials:
+        model = _model(recipe, arguments.policy)
+        async with _terminable(), open_stack(recipe, model=model, trials_directory=trials) as stack:
+            rollouts = await asyncio.gather(*map(stack.runner.run, requests))
+    for rollout in rollouts:
+        reward = "none" if rollout.reward is None else f"{rollout.reward.value:.3f}"
+        print(f"{rollout.task_id:<40} {rollout.outcome:<20} {reward}")
+    metrics = evaluation_metrics(rollouts)
+    if "eval/reward_mean" not in metrics:
+        print("no rollout has a reward")
+        return 1
+    interval = f" +- {metrics['eval/reward_ci95']:.3f}" if "eval/reward_ci95" in metrics else ""
+    print(f"mean reward {metrics['eval/reward_mean']:.3f}{interval} over {metrics['eval/count']:.0f} tasks")
+    return 0
+
+
+async def rollout(arguments: argparse.Namespace) -> int:
+    """Run one trial of one task; exit code 0 if it has a reward."""
+    from pilotage.datasets import load_tasks
+    from pilotage.ops import format_rollout
+    from pilotage.recipes.stack import open_stack
+    from pilotage.types import RolloutRequest
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    tasks = load_tasks([arguments.task])
+    if len(tasks) != 1:
+        raise ConfigError(f"{arguments.task} holds {len(tasks)} tasks; give the directory of one")
+    sampling = replace(recipe.loop.sampling, seed=recipe.loop.seed)
+    request = RolloutRequest(id="rollout", group_id="rollout", task=tasks[0], sampling=sampling)
+    recipe = recipe.model_copy(update={"rollouts": recipe.rollouts.model_copy(update={"workers": 0})})
+    with _trials_directory() as trials:
+        model = _model(recipe, arguments.policy)
+        async with _terminable(), open_stack(recipe, model=model, trials_directory=trials) as stack:
+            finished = await stack.runner.run(request)
+            print(format_rollout(finished, stack.renderer.decode))
+    return 0 if finished.reward is not None else 1
+
+
+async def warm_start(arguments: argparse.Namespace) -> int:
+    """Build the tiny policy."""
+    from pilotage.recipes.warmstart import warm_start as build
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    async with _terminable():
+        await build(recipe, arguments.out, report=lambda line: print(line, flush=True))
+    print(f"wrote {arguments.out}")
+    return 0
