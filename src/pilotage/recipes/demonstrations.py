@@ -18,11 +18,11 @@ from pilotage.types import Completion, FinishReason, SamplingParams, TokenIds
 
 _QUOTED = re.compile(r"`([^`]+)`")
 
-QUERY_SIZES = {1: 0.6, 2: 0.25, 3: 0.15}
+QUERY_SIZES = {1: 0.45, 2: 0.2, 3: 0.35}
 """How many quoted words a demonstration searches for, with probabilities."""
-FIRST_HIT = 0.15
+FIRST_HIT = 0.2
 """Probability of taking the first hit on purpose; otherwise any hit, all alike."""
-FILE_ONLY = 0.6
+FILE_ONLY = 0.55
 """Probability of naming the hit's file alone, without its class and function."""
 
 

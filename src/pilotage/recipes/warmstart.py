@@ -53,7 +53,7 @@ POLICY = PolicyConfig(
 )
 ROLLOUTS_PER_TASK = 4
 COPY_STEPS = 60
-IMITATION_STEPS = 1000
+IMITATION_STEPS = 1800
 BATCH_SIZE = 16
 SHUFFLED = 0.9
 """Share of demonstrations whose words are shuffled."""
