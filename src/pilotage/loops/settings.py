@@ -24,6 +24,7 @@ class EvaluationSettings(BaseModel):
     every_steps: int = Field(default=10, ge=1)
     """Also before the first step and after the last."""
     temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
 
 
 class LoopSettings(BaseModel):
@@ -34,15 +35,23 @@ class LoopSettings(BaseModel):
     seed: int = 0
     """Of the order of tasks and of all sampling."""
     num_steps: int = Field(default=50, ge=1)
+    """Optimizer steps."""
     tasks_per_step: int = Field(default=8, ge=1)
+    """Groups of a step."""
     group_size: int = Field(default=4, ge=2)
+    """Rollouts of one task, which share a baseline."""
     checkpoint_every_steps: int = Field(default=5, ge=1)
+    """Also after the last step."""
     scale_advantages_by_std: bool = False
+    """Whether advantages are divided by their group's deviation."""
     max_idle_steps: int = Field(default=5, ge=1)
     """The run stops after this many steps in a row without a gradient."""
     turns_exhausted: CutShort = "mask"
+    """Whether rollouts that ended so are trained; what is masked is out of the baseline too."""
     context_exceeded: CutShort = "train"
+    """As above."""
     tokens_exhausted: CutShort = "train"
+    """As above."""
     sampling: SamplingParams = SamplingParams()
     """Of training rollouts; each gets a seed of its own, so `sampling.seed` is not read."""
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -24,19 +24,24 @@ class PolicySettings(_Section):
     model: Path
     """Hugging Face model directory: weights to start from, tokenizer and chat template."""
     max_context_tokens: int = Field(default=4096, ge=16)
+    """Most tokens of prompt and completion together."""
     max_batch: int = Field(default=32, ge=1)
     """Completions that are sampled at once."""
     enable_thinking: bool | None = None
     """For templates with a think block; absent leaves it to the template."""
     trainer_threads: int = Field(default=1, ge=1)
+    """Intra-op threads of the trainer; the sampler has one."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Padded tokens of one forward pass of the trainer; less needs less memory, and changes no result."""
 
 
 class TaskSettings(_Section):
     """Harbor task directories, or directories of them."""
 
     train: tuple[Path, ...] = ()
+    """To train on."""
     held_out: tuple[Path, ...] = ()
+    """To evaluate on; none switches evaluation off."""
 
 
 class RolloutSettings(_Section):
@@ -47,30 +52,42 @@ class RolloutSettings(_Section):
     agent_options: dict[str, Any] = Field(default_factory=dict)
     """For agents other than `openhands`."""
     tools: tuple[str, ...] = ("terminal", "localization_finish")
+    """Of the `openhands` agent, in the order in which it offers them."""
     system_prompt_file: Path | None = None
+    """Text file for the `openhands` agent; absent is two sentences."""
     skills: tuple[Path, ...] = ()
+    """Text files that follow the system prompt."""
     environment: str = "host"
     """`host`, `module:Class`, or one of Harbor's environment types."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the environment's constructor."""
     unsandboxed: bool = False
     """Run commands of the `host` environment as plain processes, without any protection."""
     max_turns: int = Field(default=10, ge=1)
+    """Model calls of one rollout; the proxy answers no more."""
     agent_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds; absent leaves it to the task."""
     verifier_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds; absent leaves it to the task."""
     trial_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds of a whole trial, whatever it hangs in."""
     reward_key: str = "reward"
+    """Which entry of the verifier's output is the reward."""
     expects_hand_in: bool = False
     """Whether a rollout without exactly one hand-in is `submission_invalid`."""
     concurrency: int = Field(default=8, ge=1)
+    """Rollouts that run at once."""
     workers: int = Field(default=2, ge=0)
     """Processes that run trials; 0 runs them in the driver."""
     keep_trials: bool = False
+    """Whether Harbor's trial directories stay."""
 
 
 class Recipe(_Section):
     """A whole experiment."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Of the experiment; runs are named after it."""
     backend: Literal["local"] = "local"
     """Where trainer and sampler are: `local` is this process."""
     policy: PolicySettings
