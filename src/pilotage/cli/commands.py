@@ -18,7 +18,7 @@ _DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 def run(argv: list[str]) -> int:
     """Parse, run, and turn errors into one line and an exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     module, function = arguments.command
     command: Command = getattr(importlib.import_module(f"pilotage.cli.{module}"), function)
@@ -35,6 +35,17 @@ def run(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         extra = "agents" if error.name and error.name.split(".")[0] in ("harbor", "openhands") else "local"
         return _fail(f"{error}; install it with `pip install 'pilotage[{extra}]'` or `make install`", 2)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse, with overrides anywhere: argparse hands back as unknown those that follow an option."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _fail(message: str, code: int) -> int:
