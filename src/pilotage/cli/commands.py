@@ -20,6 +20,8 @@ def run(argv: list[str]) -> int:
     """Parse, run, and turn errors into one line and an exit code."""
     arguments = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.root.handlers:
+        handler.setLevel(logging.WARNING)  # Harbor's loggers set levels of their own
     module, function = arguments.command
     command: Command = getattr(importlib.import_module(f"pilotage.cli.{module}"), function)
     try:

@@ -1,8 +1,8 @@
 """Settings of the loop, as they stand in a recipe."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pilotage.types import (
     OUTCOME_RULES,
@@ -57,6 +57,21 @@ class LoopSettings(BaseModel):
     evaluation: EvaluationSettings = EvaluationSettings()
     loss: LossConfig = LossConfig()
     optimizer: AdamParams = AdamParams()
+
+    @model_validator(mode="after")
+    def _keep_the_ratio_true(self) -> Self:
+        """Refuse sampling whose log-probs are not those of the policy that the loss speaks of."""
+        sampling = self.sampling
+        if sampling.temperature != self.loss.temperature:
+            raise ValueError(
+                f"sampling.temperature is {sampling.temperature} and loss.temperature {self.loss.temperature};"
+                " the importance ratio needs them equal"
+            )
+        if sampling.top_p != 1 or sampling.top_k != 0:
+            raise ValueError(
+                "training needs sampling.top_p = 1 and sampling.top_k = 0: both renormalise the log-probs"
+            )
+        return self
 
     def outcome_rules(self) -> dict[Outcome, OutcomeRule]:
         """Return the table of outcomes with this recipe's choices; what is masked is out of the baseline."""

@@ -179,6 +179,8 @@ def _first_fault(error: ValidationError) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key}; docs/reference.md lists the keys"
+    if first["type"] == "value_error":
+        return f"{key}: {first['ctx']['error']}"
     if first["type"] == "missing":
         return f"missing key {key}"
     return f"{key} = {first['input']!r}: {first['msg']}"

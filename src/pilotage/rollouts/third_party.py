@@ -22,4 +22,5 @@ def prepare() -> None:
     # The SDK keeps profiles and a lock file in the user's home unless it is told another place.
     home = private_directory(default_directory()) / "openhands"
     os.environ.setdefault("OH_PERSISTENCE_DIR", str(home))
-    logging.getLogger("openhands").setLevel(logging.ERROR)
+    # Its errors are outcomes of rollouts here, told once and in their place.
+    logging.getLogger("openhands").setLevel(logging.CRITICAL)
