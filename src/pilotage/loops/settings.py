@@ -64,7 +64,7 @@ class LoopSettings(BaseModel):
         sampling = self.sampling
         if sampling.temperature != self.loss.temperature:
             raise ValueError(
-                f"sampling.temperature is {sampling.temperature} and loss.temperature {self.loss.temperature};"
+                f"sampling.temperature {sampling.temperature} and loss.temperature {self.loss.temperature} differ;"
                 " the importance ratio needs them equal"
             )
         if sampling.top_p != 1 or sampling.top_k != 0:
