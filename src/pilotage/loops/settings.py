@@ -64,7 +64,8 @@ class LoopSettings(BaseModel):
         sampling = self.sampling
         if sampling.temperature != self.loss.temperature:
             raise ValueError(
-                f"sampling.temperature {sampling.temperature} and loss.temperature {self.loss.temperature} differ;"
+                f"sampling.temperature {sampling.temperature} differs from loss.temperature"
+                f" {self.loss.temperature};"
                 " the importance ratio needs them equal"
             )
         if sampling.top_p != 1 or sampling.top_k != 0:
