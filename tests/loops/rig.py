@@ -1,0 +1,188 @@
+"""A trainer and a runner of a few lines each: real arithmetic, no model."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pilotage.errors import TrainerError
+from pilotage.loops import LoopSettings, RunDirectory, SynchronousLoop
+from pilotage.types import (
+    AdamParams,
+    BranchCause,
+    FinishReason,
+    ForwardBackwardResult,
+    LossConfig,
+    Outcome,
+    Reward,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    Sample,
+    StepResult,
+    Task,
+    Trajectory,
+    Turn,
+    token_ids,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class CountingTrainer:
+    """Its weights are one number, the sum of all advantages that it was trained on."""
+
+    fails_in_step: int | None = None
+    """The n-th optimizer step, from 1, raises before anything is applied."""
+    weights: float = 0.0
+    version: int = 0
+    num_steps: int = 0
+    pending: float | None = None
+    trained: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """(optimizer step, rollout) of every sample that was applied."""
+    _batch: list[str] = field(default_factory=list[str])
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        self.pending = sum(float(sample.advantages.sum()) for sample in samples)
+        self._batch = [sample.sequence_id for sample in samples]
+        return ForwardBackwardResult(
+            loss=-self.pending,
+            trained_tokens=sum(sample.trained_tokens for sample in samples),
+            forwarded_tokens=sum(sample.token_ids.size for sample in samples),
+            num_sequences=len(set(self._batch)),
+            logprob_gap_mean=0.0,
+            logprob_gap_max=0.0,
+            gap_k3=0.0,
+            clip_fraction=0.0,
+        )
+
+    async def step(self, params: AdamParams) -> StepResult:
+        if self.num_steps + 1 == self.fails_in_step:
+            raise TrainerError("the machine went away")
+        assert self.pending is not None
+        self.num_steps += 1
+        self.weights += self.pending
+        self.trained += [(self.num_steps, name) for name in self._batch]
+        result = StepResult(grad_norm=abs(self.pending), learning_rate=params.learning_rate, num_backwards=1)
+        self.pending = None
+        return result
+
+    async def publish(self) -> int:
+        self.version += 1
+        return self.version
+
+    async def save(self, directory: Path) -> None:
+        directory.mkdir()  # noqa: ASYNC240  # instant, and nothing else runs
+        (directory / "weights.txt").write_text(f"{self.weights!r} {self.version} {self.num_steps}")
+
+    async def load(self, directory: Path) -> None:
+        weights, version, steps = (directory / "weights.txt").read_text().split()
+        # `publish` follows a load, and gives the version that was published when it was saved.
+        self.weights, self.version, self.num_steps = float(weights), int(version) - 1, int(steps)
+
+
+@dataclass(slots=True, kw_only=True)
+class SeededRunner:
+    """Rewards are drawn from the request's own seed, so a run that is done again gets them again."""
+
+    trainer: CountingTrainer
+    spread: float = 1.0
+    """0 gives every rollout the same reward."""
+    failing: frozenset[str] = frozenset()
+    """Ids of rollouts whose agent crashes."""
+    requests: list[RolloutRequest] = field(default_factory=list[RolloutRequest])
+
+    async def run(self, request: RolloutRequest) -> Rollout:
+        self.requests.append(request)
+        rng = np.random.default_rng(request.sampling.seed)
+        has_failed = request.id in self.failing
+        value = float(rng.random()) * self.spread
+        return Rollout(
+            id=request.id,
+            group_id=request.group_id,
+            task_id=request.task.id,
+            attempt=int(has_failed),
+            outcome=Outcome.AGENT_ERROR if has_failed else Outcome.COMPLETED,
+            reward=None
+            if has_failed
+            else Reward(value=value, key="reward", source="r", components={"f1": value}),
+            trajectory=self._trajectory(request),
+            failure=RolloutFailure(where="agent", message="it crashed", advice="read its log")
+            if has_failed
+            else None,
+            counters={"requests": 2},
+        )
+
+    def _trajectory(self, request: RolloutRequest) -> Trajectory:
+        """Two turns of three and two sampled tokens, the second of which branches off."""
+
+        def turn(completion: list[int], cause: BranchCause | None) -> Turn:
+            return Turn(
+                parent=None,
+                branch_cause=cause,
+                context_ids=token_ids([1, 2]),
+                completion_ids=token_ids(completion),
+                logprobs=np.full(len(completion), math.log(0.5), np.float32),
+                weights_versions=np.full(len(completion), self.trainer.version, np.int32),
+                finish_reason=FinishReason.STOP,
+                sampling=request.sampling,
+                started_at=0.0,
+                finished_at=1.0,
+            )
+
+        return Trajectory(turns=(turn([3, 4, 5], None), turn([6, 7], BranchCause.COMPACTION)))
+
+
+TOKENS_PER_ROLLOUT = 5
+
+
+@dataclass(slots=True)
+class Watcher:
+    """An `Observer` that keeps what it saw."""
+
+    phases: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
+    records: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    rollouts: list[str] = field(default_factory=list[str])
+
+    def on_phase(self, phase: str, step: int, total: int) -> None:
+        self.phases.append((phase, step, total))
+
+    def on_rollout(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout.id)
+
+    def on_record(self, record: dict[str, float]) -> None:
+        self.records.append(record)
+
+
+def make_tasks(name: str, count: int) -> list[Task]:
+    return [Task(id=f"{name}/{index}", path=Path(f"/{name}/{index}")) for index in range(count)]
+
+
+@dataclass(slots=True, kw_only=True)
+class Rig:
+    """A loop with its parts, as one process holds them."""
+
+    settings: LoopSettings
+    trainer: CountingTrainer = field(default_factory=CountingTrainer)
+    spread: float = 1.0
+    failing: frozenset[str] = frozenset()
+    num_held_out: int = 2
+    watcher: Watcher = field(default_factory=Watcher)
+    runner: SeededRunner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runner = SeededRunner(trainer=self.trainer, spread=self.spread, failing=self.failing)
+
+    async def run(self, path: Path, *, resume: bool = False) -> None:
+        with RunDirectory.open(path, {"name": "demo"}, resume=resume) as run:
+            loop = SynchronousLoop(
+                trainer=self.trainer,
+                runner=self.runner,
+                run=run,
+                train_tasks=make_tasks("train", 3),
+                held_out_tasks=make_tasks("held_out", self.num_held_out),
+                settings=self.settings,
+                observer=self.watcher,
+            )
+            await loop.run()

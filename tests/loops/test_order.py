@@ -1,0 +1,108 @@
+"""What a step works on is a function of the seed and the step alone."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pilotage.loops import LoopSettings
+from pilotage.loops.synchronous import evaluation_requests, rollout_seed, tasks_of_step, train_requests
+from pilotage.types import LossConfig, Outcome, SamplingParams, Task
+
+
+def make_tasks(count: int) -> list[Task]:
+    return [Task(id=f"t/{index}", path=Path(f"/t/{index}")) for index in range(count)]
+
+
+@given(count=st.integers(1, 7), per_step=st.integers(1, 9), seed=st.integers(0, 2**40))
+def test_each_epoch_holds_every_task_once(count: int, per_step: int, seed: int) -> None:
+    tasks = make_tasks(count)
+    row = [
+        task.id
+        for step in range(1, 3 * count + 1)
+        for task in tasks_of_step(tasks, step=step, per_step=per_step, seed=seed)
+    ]
+    assert len(row) == 3 * count * per_step
+    for start in range(0, len(row), count):
+        assert sorted(row[start : start + count]) == sorted(task.id for task in tasks)
+
+
+def test_epochs_are_shuffled_and_seeds_differ() -> None:
+    tasks = make_tasks(20)
+    rows = {
+        tuple(task.id for task in tasks_of_step(tasks, step=step, per_step=20, seed=seed))
+        for step in (1, 2, 3)
+        for seed in (0, 1)
+    }
+    assert len(rows) == 6
+
+
+@given(step=st.integers(1, 50), seed=st.integers(0, 99))
+def test_a_step_is_the_same_whatever_was_asked_before(step: int, seed: int) -> None:
+    settings = LoopSettings(seed=seed, tasks_per_step=3, group_size=2)
+    tasks = make_tasks(5)
+    first = train_requests(tasks, settings=settings, step=step)
+    train_requests(tasks, settings=settings, step=step + 1)
+    assert train_requests(make_tasks(5), settings=settings, step=step) == first
+
+
+def test_a_step_asks_for_groups_of_one_task_with_seeds_of_their_own() -> None:
+    settings = LoopSettings(
+        seed=3,
+        tasks_per_step=2,
+        group_size=3,
+        sampling=SamplingParams(temperature=0.7),
+        loss=LossConfig(temperature=0.7),
+    )
+    requests = train_requests(make_tasks(4), settings=settings, step=2)
+    assert [request.id for request in requests] == [
+        f"step-0002-{group:02d}-{index:02d}" for group in range(2) for index in range(3)
+    ]
+    for group in (requests[:3], requests[3:]):
+        assert len({request.group_id for request in group}) == 1
+        assert len({request.task.id for request in group}) == 1
+    assert len({request.group_id for request in requests}) == 2
+    assert len({request.sampling.seed for request in requests}) == 6
+    assert {request.sampling.temperature for request in requests} == {0.7}
+
+
+def test_an_evaluation_asks_for_every_task_once_at_its_own_temperature() -> None:
+    tasks = make_tasks(3)
+    requests = evaluation_requests(tasks, settings=LoopSettings(), step=10)
+    assert [(request.id, request.task.id) for request in requests] == [
+        ("eval-0010-00", "t/0"),
+        ("eval-0010-01", "t/1"),
+        ("eval-0010-02", "t/2"),
+    ]
+    assert {request.sampling.temperature for request in requests} == {0.0}
+
+
+def test_rollout_seeds_are_distinct_and_fit_63_bits() -> None:
+    seeds = {
+        rollout_seed(seed, f"step-{step:04d}-{group:02d}-{index:02d}")
+        for seed in range(2)
+        for step in range(1, 30)
+        for group in range(8)
+        for index in range(4)
+    }
+    assert len(seeds) == 2 * 29 * 8 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("outcome", ["turns_exhausted", "context_exceeded", "tokens_exhausted"])
+@pytest.mark.parametrize("choice", ["train", "mask"])
+def test_a_recipe_chooses_for_rollouts_that_were_cut_short(outcome: str, choice: str) -> None:
+    rules = LoopSettings.model_validate({outcome: choice}).outcome_rules()
+    rule = rules[Outcome(outcome)]
+    assert (rule.is_trained, rule.in_baseline, rule.has_reward) == (choice == "train",) * 2 + (True,)
+    assert rules.keys() == set(Outcome)
+    assert rules[Outcome.AGENT_ERROR].max_retries == 1
+
+
+def test_an_importance_ratio_between_two_temperatures_is_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"sampling\.temperature 0\.7 differs from loss\.temperature 1\.0"
+    ):
+        LoopSettings(sampling=SamplingParams(temperature=0.7))

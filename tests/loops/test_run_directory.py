@@ -1,0 +1,195 @@
+"""The run directory: what it refuses, what survives a kill, what a rewind forgets."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.algorithms.strategies import make_rollout
+
+from pilotage.errors import RunDirectoryError
+from pilotage.loops import RunDirectory, read_rollout
+from pilotage.loops.run_directory import config_digest
+from pilotage.types import Outcome, Rollout, RolloutFailure, Trajectory
+
+CONFIG = {"name": "demo", "loop": {"seed": 0, "num_steps": 5}}
+HOLD = """
+import sys
+from pathlib import Path
+from pilotage.loops import RunDirectory
+with RunDirectory.open(Path(sys.argv[1]), {"name": "demo"}, resume=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def refusal(path: Path, config: Mapping[str, object], *, resume: bool) -> str:
+    with pytest.raises(RunDirectoryError) as caught:
+        RunDirectory.open(path, config, resume=resume)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def started(path: Path) -> Path:
+    with RunDirectory.open(path, CONFIG, resume=False):
+        pass
+    return path
+
+
+# --- opening ---
+
+
+def test_a_new_run_holds_its_config_and_the_directories_of_a_run(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        assert run.config() == CONFIG
+        assert (run.path / "launcher.pid").read_text() == f"{os.getpid()}\n"
+        names = {path.name for path in run.path.iterdir() if path.is_dir()}
+    assert names == {"rollouts", "errors", "checkpoints"}
+    assert not (tmp_path / "run" / "launcher.pid").exists()
+
+
+def test_a_run_that_exists_is_not_started_again(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+    expected = f"{path} holds a run already; give --resume to go on with it, or another run name"
+    assert refusal(path, CONFIG, resume=False) == expected
+
+
+def test_what_is_no_run_is_not_resumed_and_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    expected = f"{path} holds no run to resume; leave out --resume to start one"
+    assert refusal(path, CONFIG, resume=True) == expected
+    assert not path.exists()
+
+
+def test_a_run_of_another_config_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+    other = {"name": "demo", "loop": {"seed": 1, "group_size": 4}}
+    assert refusal(path, other, resume=True) == (
+        f"{path} was started with another config: loop.group_size was None, is 4,"
+        " loop.num_steps was 5, is None, loop.seed was 0, is 1"
+    )
+    assert RunDirectory(path).config() == CONFIG
+
+
+def test_the_order_of_keys_is_no_difference(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+    reordered = {"loop": {"num_steps": 5, "seed": 0}, "name": "demo"}
+    with RunDirectory.open(path, reordered, resume=True):
+        pass
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 3) | st.booleans(), max_size=4))
+def test_a_digest_is_of_the_content_and_not_of_the_order(config: dict[str, int]) -> None:
+    assert config_digest(config) == config_digest(dict(reversed(config.items())))
+    assert config_digest(config) != config_digest({**config, "more": 1})
+
+
+def test_a_run_in_use_names_its_process_and_is_free_once_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert refusal(path, {"name": "demo"}, resume=True) == f"{path} is in use by process {holder.pid}"
+    finally:
+        holder.kill()
+        holder.communicate()
+    with RunDirectory.open(path, {"name": "demo"}, resume=True):
+        pass
+
+
+# --- records ---
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        run.write({"step": 0, "reward/mean": 0.1})
+        run.write({"step": 1, "reward/mean": 1 / 3})
+        with (run.path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step":2,"reward/me')
+        assert run.metrics() == [{"step": 0, "reward/mean": 0.1}, {"step": 1, "reward/mean": 1 / 3}]
+
+
+def test_a_run_without_metrics_has_no_records(tmp_path: Path) -> None:
+    assert RunDirectory(tmp_path).metrics() == []
+
+
+def test_events_have_a_time_a_name_and_their_facts(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.event("checkpoint", step=5)
+    run.event("finished")
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("step")) for line in lines] == [("checkpoint", 5), ("finished", None)]
+    assert lines[0]["at"] <= lines[1]["at"]
+
+
+def failed(rollout_id: str, traceback: str = "") -> Rollout:
+    failure = RolloutFailure(where="agent", message="it crashed", advice="read its log", traceback=traceback)
+    return Rollout(
+        id=rollout_id,
+        group_id="g",
+        task_id="train/a",
+        attempt=1,
+        outcome=Outcome.AGENT_ERROR,
+        reward=None,
+        trajectory=Trajectory(),
+        failure=failure,
+    )
+
+
+def test_a_failed_rollout_leaves_a_file_that_says_what_where_and_what_to_do(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        run.add_rollout("step-0001", failed("step-0001-00-00", traceback="Traceback\n  boom"))
+        run.add_rollout("step-0001", make_rollout("step-0001-00-01", reward=1.0))
+        text = (run.path / "errors" / "step-0001-00-00.error").read_text()
+        assert text == (
+            "outcome: agent_error\nrollout: step-0001-00-00\ntask: train/a\nwhere: agent\n"
+            "message: it crashed\nwhat to do: read its log\n\nTraceback\n  boom"
+        )
+        assert len(list((run.path / "errors").iterdir())) == 1
+        assert [read_rollout(path).id for path in run.rollout_files()] == [
+            "step-0001-00-00",
+            "step-0001-00-01",
+        ]
+
+
+# --- checkpoints ---
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.newest_checkpoint() is None
+    for step in (0, 5, 10_000, 20):
+        run.checkpoint(step).mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".step-99999.building").mkdir()
+    assert run.newest_checkpoint() == 10_000
+
+
+def test_a_rewind_forgets_what_came_after_and_keeps_the_rest(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        for step in range(4):
+            run.write({"step": step})
+            run.add_rollout(f"eval-{step:04d}", failed(f"eval-{step:04d}-00"))
+            run.add_rollout(f"step-{step:04d}", failed(f"step-{step:04d}-00-00"))
+        with (run.path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"st')
+
+        run.rewind(1)
+
+        kept = ["eval-0000-00", "eval-0001-00", "step-0000-00-00", "step-0001-00-00"]
+        assert run.metrics() == [{"step": 0}, {"step": 1}]
+        assert [path.name for path in run.rollout_files()] == [f"{name}.json.gz" for name in kept]
+        assert sorted(path.name for path in (run.path / "errors").iterdir()) == [f"{n}.error" for n in kept]
+        run.write({"step": 2})
+        assert [record["step"] for record in run.metrics()] == [0, 1, 2]
+        run.rewind(-1)
+        assert run.metrics() == []
+        assert run.rollout_files() == []
