@@ -52,6 +52,18 @@ def test_a_rollout_without_a_reward_is_dropped_and_spoils_nobody() -> None:
     assert batch.num_groups_trained == 1
 
 
+def test_tokens_of_a_retried_attempt_stay_in_the_ledger() -> None:
+    retried = replace(
+        make_rollout("second try", reward=1.0), attempt=1, discarded_tokens={"environment_error": 7}
+    )
+
+    batch = build_batch([retried, make_rollout("other", reward=0.0)], OUTCOME_RULES)
+
+    assert batch.ledger.sampled_tokens == 13  # two rollouts of 3 tokens, and 7 of the attempt that failed
+    assert batch.ledger.trained_tokens == 6
+    assert batch.ledger.dropped_tokens == {"environment_error": 7}
+
+
 def test_one_reward_among_failures_is_too_few() -> None:
     rollouts = [make_rollout(f"lost{i}", reward=None, outcome=Outcome.AGENT_ERROR) for i in range(7)]
     rollouts.append(make_rollout("alone", reward=1.0))

@@ -68,12 +68,14 @@ def build_batch(
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
     account = _Account()
+    for rollout in rollouts:
+        account.dropped.update(rollout.discarded_tokens)
     for group in groups.values():
         _add_group(account, group, rules, scale_by_std=scale_by_std)
     return StepBatch(
         samples=tuple(account.samples),
         ledger=Ledger(
-            sampled_tokens=sum(rollout.trajectory.sampled_tokens for rollout in rollouts),
+            sampled_tokens=sum(map(_sampled_tokens, rollouts)),
             trained_tokens=sum(sample.trained_tokens for sample in account.samples),
             masked_tokens=dict(+account.masked),
             dropped_tokens=dict(+account.dropped),
@@ -84,6 +86,11 @@ def build_batch(
         num_groups_without_spread=account.without_spread,
         advantages=account.advantages,
     )
+
+
+def _sampled_tokens(rollout: Rollout) -> int:
+    """Count what all attempts sampled."""
+    return rollout.trajectory.sampled_tokens + sum(rollout.discarded_tokens.values())
 
 
 def _add_group(

@@ -77,6 +77,7 @@ def _counter_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         counters.update(rollout.counters)
     turns = [len(rollout.trajectory.turns) for rollout in rollouts]
     record: dict[str, float] = {f"branch/{cause}": causes[cause] for cause in BranchCause}
+    record["rollout/retried"] = sum(rollout.attempt > 0 for rollout in rollouts)
     record["rollout/turns_mean"] = float(np.mean(turns))
     return record | {f"proxy/{name}": count for name, count in sorted(counters.items())}
 

@@ -64,6 +64,7 @@ def write_rollout(path: Path, rollout: Rollout) -> None:
         "attempt": rollout.attempt,
         "outcome": rollout.outcome,
         "reward": None if rollout.reward is None else asdict(rollout.reward),
+        "discarded_tokens": dict(rollout.discarded_tokens),
         "failure": None if rollout.failure is None else asdict(rollout.failure),
         "timings_s": dict(rollout.timings_s),
         "counters": dict(rollout.counters),

@@ -3,8 +3,9 @@
 import asyncio
 import re
 import uuid
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -94,10 +95,12 @@ class HarborRunner:
         """
         async with self._slots:
             attempt = 0
+            discarded: Counter[str] = Counter()
             while True:
                 rollout = await self._attempt(request, attempt)
                 if attempt >= OUTCOME_RULES[rollout.outcome].max_retries:
-                    return rollout
+                    return replace(rollout, discarded_tokens=dict(discarded))
+                discarded[rollout.outcome] += rollout.trajectory.sampled_tokens
                 attempt += 1
 
     async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:

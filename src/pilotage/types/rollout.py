@@ -45,6 +45,8 @@ class Rollout:
     outcome: Outcome
     reward: Reward | None
     trajectory: Trajectory
+    discarded_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Tokens that earlier attempts sampled, by the outcome that had them retried."""
     failure: RolloutFailure | None = None
     timings_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds by phase: environment, agent, verifier, total."""
