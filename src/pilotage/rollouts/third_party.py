@@ -6,6 +6,7 @@ import os
 from pilotage.rollouts.register import default_directory, private_directory
 
 _SETTINGS = {
+    "DISABLE_AIOHTTP_TRANSPORT": "True",  # litellm never closes those sessions; its httpx ones it does
     "HARBOR_TELEMETRY": "off",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise a download of prices starts at import
     "LOG_AUTO_CONFIG": "false",  # otherwise the SDK reconfigures the root logger
