@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pilotage.datasets import Bug, find_bugs
@@ -142,6 +142,7 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(EXPRESSIONS, st.sampled_from(["", "  # caf\u00e9", "   "])), min_size=1, max_size=4)
 )

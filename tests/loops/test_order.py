@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ def make_tasks(count: int) -> list[Task]:
     return [Task(id=f"t/{index}", path=Path(f"/t/{index}")) for index in range(count)]
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 7), per_step=st.integers(1, 9), seed=st.integers(0, 2**40))
 def test_each_epoch_holds_every_task_once(count: int, per_step: int, seed: int) -> None:
     tasks = make_tasks(count)
@@ -39,6 +40,7 @@ def test_epochs_are_shuffled_and_seeds_differ() -> None:
     assert len(rows) == 6
 
 
+@settings(deadline=None)
 @given(step=st.integers(1, 50), seed=st.integers(0, 99))
 def test_a_step_is_the_same_whatever_was_asked_before(step: int, seed: int) -> None:
     settings = LoopSettings(seed=seed, tasks_per_step=3, group_size=2)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.algorithms.strategies import make_rollout
 
@@ -84,6 +84,7 @@ def test_the_order_of_keys_is_no_difference(tmp_path: Path) -> None:
         pass
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 3) | st.booleans(), max_size=4))
 def test_a_digest_is_of_the_content_and_not_of_the_order(config: dict[str, int]) -> None:
     assert config_digest(config) == config_digest(dict(reversed(config.items())))
