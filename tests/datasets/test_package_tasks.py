@@ -167,3 +167,26 @@ def test_a_package_that_is_too_small_leaves_no_half_written_tasks(tmp_path: Path
     with pytest.raises(ConfigError, match=r"^package 'h11' yields \d+ tasks, 100000 were asked for$"):
         write_package_tasks(tmp_path / "out", packages=["h11"], num_tasks=100_000, seed=0)
     assert not (tmp_path / "out").exists()
+
+
+def test_no_tasks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the number of tasks must be positive, got 0$"):
+        write_package_tasks(tmp_path / "out", packages=["h11"], num_tasks=0, seed=0)
+
+
+def test_a_place_that_a_symptom_names_gets_another_symptom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `number` is in one of the two symptoms of a constant, and `count` in the other.
+    package = tmp_path / "toy_symptoms"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    body = "(alpha, beta, gamma):\n    alpha.beta.gamma\n    return 3\n"
+    (package / "first.py").write_text(f"def number{body}")
+    (package / "second.py").write_text(f"def other{body}".replace("return 3", "pass"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for seed in range(4):
+        out = tmp_path / f"out{seed}"
+        (task,) = write_package_tasks(out, packages=["toy_symptoms"], num_tasks=1, seed=seed)
+        assert gold_of(task)["functions"] == ["toy_symptoms/first.py:number"]
+        assert (task / "instruction.md").read_text().startswith("A count comes out too high.\n")

@@ -48,6 +48,8 @@ class _Candidate:
     kind: str
     buggy: str
     clues: tuple[str, ...]
+    symptoms: tuple[str, ...]
+    """Sentences that fit the kind of bug and name no place."""
 
 
 def package_sources(package: str) -> dict[str, str]:
@@ -105,10 +107,15 @@ def _identifiers(function: ast.AST) -> Iterator[str]:
                 pass
 
 
+def _names(key: _Key) -> set[str]:
+    """Return the words, in lower case, that would give the place away."""
+    path, owner, function = key
+    return {part.lower() for part in re.split(r"[/.]", path)} | {owner.lower(), function.lower()}
+
+
 def _clue_choices(key: _Key, definition: _Definition, frequency: Counter[str]) -> list[str]:
     """Return words that only help to find the bug: used in its function, naming no place."""
-    path, owner, function = key
-    named = {part.lower() for part in re.split(r"[/.]", path)} | {owner.lower(), function.lower()}
+    named = _names(key)
     return sorted(
         word
         for word in definition.identifiers
@@ -141,13 +148,16 @@ def _candidates(sources: Mapping[str, str], rng: random.Random) -> Iterator[_Can
         if sum(definition.words >= set(clues) for definition in definitions.values()) > 2:
             continue
         buggy = bug.applied_to(sources[key[0]])
-        if buggy is not None:
-            yield _Candidate(path=key[0], kind=bug.kind, buggy=buggy, clues=clues)
+        symptoms = tuple(s for s in _SYMPTOMS[bug.kind] if not _names(key) & set(_WORD.findall(s.lower())))
+        if buggy is not None and symptoms:
+            yield _Candidate(path=key[0], kind=bug.kind, buggy=buggy, clues=clues, symptoms=symptoms)
 
 
 def _instruction(candidate: _Candidate, rng: random.Random) -> str:
     first, second, third = candidate.clues
     symptom = rng.choice(_SYMPTOMS[candidate.kind])
+    if symptom not in candidate.symptoms:
+        symptom = candidate.symptoms[0]
     return f"{symptom}\nSeen with `{first}`, `{second}` and `{third}`.\n"
 
 
@@ -229,8 +239,11 @@ def write_package_tasks(out: Path, *, packages: Sequence[str], num_tasks: int, s
     The same packages, versions and seed give the same bytes. `out` appears only when it is whole.
 
     Raises:
-        ConfigError: a package is not installed, or has too few functions for its share.
+        ConfigError: no task is asked for, a package is not installed, or it has too few functions for its
+            share.
     """
+    if num_tasks < 1:
+        raise ConfigError(f"the number of tasks must be positive, got {num_tasks}")
     building = out.with_name(f".{out.name}.building")
     shutil.rmtree(building, ignore_errors=True)
     written: list[Path] = []
