@@ -1,6 +1,7 @@
 """The copy prior: before any training, a phrase that was seen before is continued as it was."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def test_the_prior_knows_no_phrase_that_it_has_not_seen(policies: dict[bool, Pat
 
 
 def make_module(**shape: int) -> Qwen3ForCausalLM:
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 16,
         "hidden_size": 96,
         "num_hidden_layers": 2,
