@@ -89,12 +89,11 @@ def make_module(**shape: int) -> Qwen3ForCausalLM:
         "head_dim": 64,
         "intermediate_size": 32,
     }
+    sizes |= shape
     rope = {"rope_type": "default", "rope_theta": 100_000.0}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return Qwen3ForCausalLM(
-            Qwen3Config(**(sizes | shape), rope_parameters=rope, tie_word_embeddings=True)
-        )
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, rope_parameters=rope, tie_word_embeddings=True))
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:

@@ -180,7 +180,7 @@ def _first_fault(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key}; docs/reference.md lists the keys"
     if first["type"] == "value_error":
-        return f"{key}: {first['ctx']['error']}"
+        return f"{key}: {first['msg'].removeprefix('Value error, ')}"
     if first["type"] == "missing":
         return f"missing key {key}"
     return f"{key} = {first['input']!r}: {first['msg']}"
