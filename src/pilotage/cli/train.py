@@ -19,11 +19,12 @@ async def train(arguments: argparse.Namespace) -> int:
     from pilotage.datasets import load_tasks
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops import write_reward_graph
-    from pilotage.recipes.stack import open_stack
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     path = arguments.runs_dir / (arguments.run_name or recipe.name)
     train_tasks, held_out = load_tasks(recipe.tasks.train), load_tasks(recipe.tasks.held_out)
+    from pilotage.recipes.stack import open_stack  # imports torch: what is wrong is said before that
+
     observer = TerminalObserver(num_steps=recipe.loop.num_steps)
     with RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run, observer:
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
@@ -91,12 +92,13 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     from pilotage.datasets import load_tasks
     from pilotage.loops.metrics import evaluation_metrics
     from pilotage.loops.synchronous import evaluation_requests
-    from pilotage.recipes.stack import open_stack
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tasks = load_tasks(recipe.tasks.held_out)
     if not tasks:
         raise ConfigError("there is nothing to evaluate; give tasks.held_out")
+    from pilotage.recipes.stack import open_stack
+
     requests = evaluation_requests(tasks, settings=recipe.loop, step=0)
     with _trials_directory() as trials:
         model = _model(recipe, arguments.policy)
@@ -118,13 +120,14 @@ async def rollout(arguments: argparse.Namespace) -> int:
     """Run one trial of one task; exit code 0 if it has a reward."""
     from pilotage.datasets import load_tasks
     from pilotage.ops import format_rollout
-    from pilotage.recipes.stack import open_stack
     from pilotage.types import RolloutRequest
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tasks = load_tasks([arguments.task])
     if len(tasks) != 1:
         raise ConfigError(f"{arguments.task} holds {len(tasks)} tasks; give the directory of one")
+    from pilotage.recipes.stack import open_stack
+
     sampling = replace(recipe.loop.sampling, seed=recipe.loop.seed)
     request = RolloutRequest(id="rollout", group_id="rollout", task=tasks[0], sampling=sampling)
     recipe = recipe.model_copy(update={"rollouts": recipe.rollouts.model_copy(update={"workers": 0})})
@@ -138,9 +141,9 @@ async def rollout(arguments: argparse.Namespace) -> int:
 
 async def warm_start(arguments: argparse.Namespace) -> int:
     """Build the tiny policy."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     from pilotage.recipes.warmstart import warm_start as build
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
     async with _terminable():
         await build(recipe, arguments.out, report=lambda line: print(line, flush=True))
     print(f"wrote {arguments.out}")
