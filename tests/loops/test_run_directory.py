@@ -14,6 +14,7 @@ from tests.algorithms.strategies import make_rollout
 
 from pilotage.errors import RunDirectoryError
 from pilotage.loops import RunDirectory, read_rollout
+from pilotage.loops.atomic import append_line
 from pilotage.loops.run_directory import config_digest
 from pilotage.types import Outcome, Rollout, RolloutFailure, Trajectory
 
@@ -54,8 +55,16 @@ def test_a_new_run_holds_its_config_and_the_directories_of_a_run(tmp_path: Path)
     assert not (tmp_path / "run" / "launcher.pid").exists()
 
 
+def test_a_run_that_failed_before_it_began_can_be_started_again(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+
+    with RunDirectory.open(path, {"name": "corrected"}, resume=False) as run:
+        assert run.config() == {"name": "corrected"}
+
+
 def test_a_run_that_exists_is_not_started_again(tmp_path: Path) -> None:
     path = started(tmp_path / "run")
+    append_line(path / "events.jsonl", b'{"event":"started"}')
     expected = f"{path} holds a run already; give --resume to go on with it, or another run name"
     assert refusal(path, CONFIG, resume=False) == expected
 

@@ -63,7 +63,8 @@ class RunDirectory:
         run = cls(path)
         if resume and not run.config_path.is_file():
             raise RunDirectoryError(f"{path} holds no run to resume; leave out --resume to start one")
-        if not resume and run.config_path.is_file():
+        # A run that never got as far as its first event left nothing worth keeping.
+        if not resume and run.config_path.is_file() and (path / "events.jsonl").is_file():
             raise RunDirectoryError(
                 f"{path} holds a run already; give --resume to go on with it, or another run name"
             )
