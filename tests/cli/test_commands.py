@@ -114,6 +114,7 @@ def run(tmp_path: Path) -> Path:
     recipe = load_recipe(write_recipe(tmp_path))
     path = tmp_path / "runs" / "small"
     with RunDirectory.open(path, recipe.resolved(), resume=False) as directory:
+        directory.event("started")
         directory.write(make_record(1, 1.5))
         rollout = make_rollout("step-0001-00-00", make_turn(None, [1], [2]), reward=1.5)
         directory.add_rollout("step-0001", rollout)
