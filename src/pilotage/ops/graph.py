@@ -42,7 +42,7 @@ def write_reward_graph(
         )
     axes.set_xlabel("step")
     axes.set_ylabel("reward")
-    axes.set_xlim(left=0)
+    axes.margins(x=0.02)
     axes.set_ylim(bottom=0, top=maximum)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
