@@ -64,5 +64,9 @@ async def sweep(arguments: argparse.Namespace) -> int:
     """Remove what dead drivers left."""
     from pilotage.rollouts import sweep as sweep_machine
 
-    print(sweep_machine())
+    swept = sweep_machine()
+    print(
+        f"dead owners' holdings: {swept.holdings}; killed {swept.killed_processes} processes,"
+        f" removed {swept.removed_trees} directories"
+    )
     return 0
