@@ -85,7 +85,8 @@ _REWRITES: dict[str, Callable[[ast.AST], Iterator[tuple[ast.expr, ast.expr]]]] =
 }
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield (class, function) for top-level functions (no class) and methods of top-level classes."""
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             yield "", statement
@@ -115,7 +116,7 @@ def find_bugs(source: str) -> Iterator[Bug]:
         source: Python source, without a form feed (which `ast` and `splitlines` count differently).
     """
     offsets = _byte_offsets(source)
-    for class_name, function in _functions(ast.parse(source)):
+    for class_name, function in functions_of(ast.parse(source)):
         in_body = (node for statement in function.body for node in ast.walk(statement))
         found = (
             (kind, target, replacement)

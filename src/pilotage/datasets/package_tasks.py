@@ -22,7 +22,7 @@ from pathlib import Path
 
 import orjson
 
-from pilotage.datasets.bugs import Bug, find_bugs
+from pilotage.datasets.bugs import Bug, find_bugs, functions_of
 from pilotage.errors import ConfigError
 from pilotage.localization import Places, gold_places, scoring
 
@@ -86,15 +86,11 @@ def _definitions(sources: Mapping[str, str]) -> dict[_Key, _Definition]:
     found: dict[_Key, _Definition] = {}
     for path, source in sources.items():
         lines = source.splitlines()
-        for statement in ast.parse(source).body:
-            members = statement.body if isinstance(statement, ast.ClassDef) else [statement]
-            owner = statement.name if isinstance(statement, ast.ClassDef) else ""
-            for member in members:
-                if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
-                    text = "\n".join(lines[member.lineno - 1 : member.end_lineno])
-                    found[path, owner, member.name] = _Definition(
-                        frozenset(_WORD.findall(text)), frozenset(_identifiers(member))
-                    )
+        for owner, function in functions_of(ast.parse(source)):
+            text = "\n".join(lines[function.lineno - 1 : function.end_lineno])
+            found[path, owner, function.name] = _Definition(
+                frozenset(_WORD.findall(text)), frozenset(_identifiers(function))
+            )
     return found
 
 

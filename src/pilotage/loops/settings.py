@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pilotage.types import (
+    CUT_SHORT_OUTCOMES,
     OUTCOME_RULES,
     AdamParams,
     LossConfig,
@@ -77,7 +78,7 @@ class LoopSettings(BaseModel):
     def outcome_rules(self) -> dict[Outcome, OutcomeRule]:
         """Return the table of outcomes with this recipe's choices; what is masked is out of the baseline."""
         rules = dict(OUTCOME_RULES)
-        for outcome in (Outcome.TURNS_EXHAUSTED, Outcome.CONTEXT_EXCEEDED, Outcome.TOKENS_EXHAUSTED):
+        for outcome in CUT_SHORT_OUTCOMES:
             is_trained = getattr(self, outcome.value) == "train"
             rules[outcome] = OutcomeRule(has_reward=True, is_trained=is_trained, in_baseline=is_trained)
         return rules

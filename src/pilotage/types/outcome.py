@@ -41,7 +41,6 @@ class OutcomeRule:
 
 
 _SCORED = OutcomeRule(has_reward=True, is_trained=True, in_baseline=True)
-_CUT_SHORT = OutcomeRule(has_reward=True, is_trained=True, in_baseline=True)
 _LOST = OutcomeRule(has_reward=False, is_trained=False, in_baseline=False)
 _FAULT = OutcomeRule(has_reward=False, is_trained=False, in_baseline=False, max_retries=1)
 
@@ -49,9 +48,9 @@ OUTCOME_RULES: Mapping[Outcome, OutcomeRule] = MappingProxyType(
     {
         Outcome.COMPLETED: _SCORED,
         Outcome.SUBMISSION_INVALID: _SCORED,
-        Outcome.TURNS_EXHAUSTED: _CUT_SHORT,
-        Outcome.CONTEXT_EXCEEDED: _CUT_SHORT,
-        Outcome.TOKENS_EXHAUSTED: _CUT_SHORT,
+        Outcome.TURNS_EXHAUSTED: _SCORED,
+        Outcome.CONTEXT_EXCEEDED: _SCORED,
+        Outcome.TOKENS_EXHAUSTED: _SCORED,
         Outcome.STUCK: _SCORED,
         Outcome.AGENT_ERROR: _FAULT,
         Outcome.AGENT_TIMEOUT: _LOST,
