@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, write_task
 
-from pilotage.rollouts.processes import ProcessIdentity, is_running
+from pilotage.processes import ProcessIdentity, is_running
 from pilotage.rollouts.register import Register, sweep
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotage.rollouts.commands import BoundedOutput, CommandResult, run_command
-from pilotage.rollouts.processes import identify, wait_until_gone
+from pilotage.processes import identify, wait_until_gone
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pilotage.errors import ConfigError
-from pilotage.rollouts.processes import MARKER, ProcessIdentity, identify, is_running, kill
+from pilotage.processes import ProcessIdentity, identify, is_running, kill
+from pilotage.rollouts.processes import MARKER
 from pilotage.rollouts.register import (
     Holding,
     Register,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pilotage.rollouts.commands import CommandResult, run_command
-from pilotage.rollouts.processes import identify
+from pilotage.processes import identify
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.sandbox import BubblewrapSandbox, SandboxError, SandboxLimits
 

@@ -16,14 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pilotage.errors import ConfigError
-from pilotage.rollouts.processes import (
-    ProcessIdentity,
-    identify,
-    is_running,
-    kill,
-    kill_marked,
-    wait_until_gone,
-)
+from pilotage.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
+from pilotage.rollouts.processes import kill_marked
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pilotage.errors import ConfigError, PilotageError
 from pilotage.rollouts.commands import started
-from pilotage.rollouts.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
+from pilotage.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
 from pilotage.rollouts.register import Holding, Register, current_process, private_directory
 
 _NEEDED_PROGRAMS = ("bwrap", "nsenter", "setpriv", "bash")
