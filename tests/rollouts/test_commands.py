@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotage.rollouts.commands import BoundedOutput, CommandResult, run_command
 from pilotage.processes import identify, wait_until_gone
+from pilotage.rollouts.commands import BoundedOutput, CommandResult, run_command
 
 ENV = {"PATH": "/usr/bin:/bin"}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pilotage.rollouts.commands import CommandResult, run_command
 from pilotage.processes import identify
+from pilotage.rollouts.commands import CommandResult, run_command
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.sandbox import BubblewrapSandbox, SandboxError, SandboxLimits
 

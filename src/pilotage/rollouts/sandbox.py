@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 
 from pilotage.errors import ConfigError, PilotageError
-from pilotage.rollouts.commands import started
 from pilotage.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
+from pilotage.rollouts.commands import started
 from pilotage.rollouts.register import Holding, Register, current_process, private_directory
 
 _NEEDED_PROGRAMS = ("bwrap", "nsenter", "setpriv", "bash")
