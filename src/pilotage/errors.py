@@ -9,7 +9,16 @@
     |-- SamplerError           the sampler failed; retryable unless it says otherwise
     |   |-- ContextExceededError  the prompt does not fit the context window; never retryable
     |   `-- WeightsChangingError  weights are being published; retry after `retry_after_s`
-    `-- TrainerError           the trainer failed; a failed step stops the run
+    |-- TrainerError           the trainer failed; a failed step stops the run
+    `-- ServiceError           the training service refused or failed a call
+        |-- AuthError          no token, or one that it does not know (exit code 3)
+        |-- NotFoundError      no such job or checkpoint, or somebody else's (4)
+        |-- CapacityError      no GPUs for it (5)
+        |-- JobFailedError     the job ended before its work was done (6)
+        |-- RequestFailedError the call failed (7)
+        |   `-- LostReplyError nobody can say whether the call was carried out
+        |-- WaitTimeoutError   it did not happen in time (8)
+        `-- ConflictError      the state of a job does not allow it (9)
 
 To add one: subclass the nearest class, keep it picklable (arguments are the message), and write a
 message that states what was wrong, where, and what to do. A failed rollout is data, not an
@@ -20,9 +29,14 @@ exception: it ends in an `Outcome`.
 class PilotageError(Exception):
     """Base of all deliberate errors."""
 
+    exit_code = 1
+    """Of a command that ends with it."""
+
 
 class ConfigError(PilotageError, ValueError):
     """The caller is wrong; nothing was started."""
+
+    exit_code = 2
 
 
 class TaskError(ConfigError):
@@ -61,3 +75,61 @@ class WeightsChangingError(SamplerError):
 
 class TrainerError(PilotageError):
     """The trainer failed."""
+
+
+class ServiceError(PilotageError):
+    """The training service refused or failed a call."""
+
+    code: str | None = None
+    """The service's own, where it gave one (`wire.core.ErrorCode`)."""
+    status: int | None = None
+    """HTTP status, where there was a reply."""
+    retry_after_s: float | None = None
+    log_tail: tuple[str, ...] = ()
+    """Last log lines of the job's engine."""
+
+
+class AuthError(ServiceError):
+    """The service does not know the token, or there is none."""
+
+    exit_code = 3
+
+
+class NotFoundError(ServiceError):
+    """No such job, checkpoint or operation, or it belongs to somebody else."""
+
+    exit_code = 4
+
+
+class CapacityError(ServiceError):
+    """There are no GPUs for it."""
+
+    exit_code = 5
+
+
+class JobFailedError(ServiceError):
+    """The job ended, or its engine is gone."""
+
+    exit_code = 6
+
+
+class RequestFailedError(ServiceError):
+    """The call failed."""
+
+    exit_code = 7
+
+
+class LostReplyError(RequestFailedError):
+    """The call got no reply: nobody can say whether it was carried out."""
+
+
+class WaitTimeoutError(ServiceError):
+    """What was waited for did not happen in time."""
+
+    exit_code = 8
+
+
+class ConflictError(ServiceError):
+    """The state of a job does not allow the call."""
+
+    exit_code = 9

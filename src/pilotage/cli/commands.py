@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from pilotage import __version__
-from pilotage.errors import ConfigError, PilotageError
+from pilotage.errors import PilotageError
 
 type Command = Callable[[argparse.Namespace], Coroutine[object, object, int]]
 
@@ -28,10 +28,8 @@ def run(argv: list[str]) -> int:
         return asyncio.run(command(arguments))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except ConfigError as error:
-        return _fail(str(error), 2)
     except PilotageError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), error.exit_code)
     except BaseExceptionGroup as group:
         return _fail_group(group)
     except ModuleNotFoundError as error:
@@ -63,7 +61,8 @@ def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
     first: BaseException = ours
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
-    return _fail(str(first), 2 if isinstance(first, ConfigError) else 1)
+    assert isinstance(first, PilotageError)
+    return _fail(str(first), first.exit_code)
 
 
 def _parser() -> argparse.ArgumentParser:
