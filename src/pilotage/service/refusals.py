@@ -1,0 +1,56 @@
+"""An answer that is an error: its body, its HTTP status, and the response that carries it."""
+
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from pilotage.wire.core import HTTP_STATUS, ErrorBody, ErrorCode
+
+
+class Refusal(Exception):
+    """A call that is answered with an error."""
+
+    def __init__(
+        self, code: ErrorCode | str, message: str, *, status: int | None = None, **details: Any
+    ) -> None:
+        """Args:
+        status: HTTP status of codes that are not `ErrorCode`s.
+        details: other fields of `ErrorBody`.
+        """
+        super().__init__(message)
+        self.body = ErrorBody(code=str(code), message=message, **details)
+        self.status = status or status_of(self.body)
+
+
+def status_of(body: ErrorBody) -> int:
+    """Return the HTTP status of an error."""
+    return HTTP_STATUS[ErrorCode(body.code)] if body.code in ErrorCode else 409
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """Return a JSON response."""
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def error_response(body: ErrorBody, status: int | None = None) -> Response:
+    """Return the response of an error; absent fields are left out."""
+    content = body.model_dump(exclude_none=True, mode="json")
+    headers = {"retry-after": str(max(1, round(body.retry_after_s)))} if body.retry_after_s else None
+    return Response(
+        orjson.dumps(content),
+        status_code=status or status_of(body),
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+def invalid(error: ValidationError) -> Refusal:
+    """Return the refusal of a body that pydantic refused: the first fault, with its path."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = f"unknown key {path}; keys of your own start with x-"
+    return Refusal(ErrorCode.INVALID, f"{path}: {message}" if path else message, path=path or None)
