@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_training(commands)
     _add_reading(commands)
+    _add_service(commands)
     data = commands.add_parser("data", help="make tasks").add_subparsers(metavar="KIND", required=True)
     demo = data.add_parser("demo", help="localization tasks from installed packages")
     demo.add_argument("--out", type=Path, required=True, help="new directory: train/ and held_out/ go there")
@@ -136,3 +137,36 @@ def _add_reading(commands: _Commands) -> None:
 
     sweep = commands.add_parser("sweep", help="remove what killed runs left on this machine")
     sweep.set_defaults(command=("reading", "sweep"))
+
+
+def _add_service(commands: _Commands) -> None:
+    serve = commands.add_parser("serve", help="run the training service on this machine")
+    serve.add_argument(
+        "--models", type=Path, required=True, metavar="DIR", help="model names are paths below it"
+    )
+    serve.add_argument(
+        "--data",
+        type=Path,
+        default=Path("service"),
+        metavar="DIR",
+        help="database, checkpoints, logs (%(default)s)",
+    )
+    serve.add_argument("--host", default="127.0.0.1", metavar="H")
+    serve.add_argument("--port", type=int, default=7400, metavar="P", help="%(default)s; 0 takes a free one")
+    serve.add_argument("--tls-cert", type=Path, metavar="F")
+    serve.add_argument("--tls-key", type=Path, metavar="F")
+    serve.add_argument("--no-auth", action="store_true", help="answer everybody; on loopback only")
+    serve.add_argument(
+        "--capacity",
+        action="append",
+        default=[],
+        metavar="KIND=N",
+        help="GPUs, or slots on a CPU; default: this machine's CUDA devices, else H200=8",
+    )
+    serve.set_defaults(command=("service", "serve"))
+
+    token = commands.add_parser("token", help="make or revoke tokens of the training service")
+    token.add_argument("action", choices=("create", "revoke"))
+    token.add_argument("owner", metavar="NAME")
+    token.add_argument("--data", type=Path, default=Path("service"), metavar="DIR", help="as of serve")
+    token.set_defaults(command=("service", "token"))

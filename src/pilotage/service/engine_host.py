@@ -85,10 +85,9 @@ class EngineHost:
         self._engine: Engine | None = None
         self._global_steps = 0
         self._metrics = spec.directory / "metrics.jsonl"
-        self._num_metrics = 0
-        self._started: dict[str, float] = {}
         self._values: dict[str, dict[str, float]] = {}
-        self.last_contact = time.monotonic()
+        self.asked = asyncio.Event()
+        """Set whenever a front asks how the engine is."""
 
     # --- life ---
 
@@ -142,6 +141,11 @@ class EngineHost:
             weights_version=self.engine.weights_version,
             max_context_tokens=self.engine.max_context_tokens,
         )
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion."""
+        return tuple(self.engine.stop_token_ids)
 
     @cached_property
     def tokenizer(self) -> TokenizerFile:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def build_app(host: EngineHost) -> Starlette:
     """Return the app that answers for one engine."""
 
     async def health(request: Request) -> Response:
-        host.last_contact = time.monotonic()
+        host.asked.set()
         state = {
             "job_id": host.spec.job_id,
             "pid": os.getpid(),
@@ -105,8 +104,11 @@ async def _open(host: EngineHost) -> None:
 
 async def _watch(host: EngineHost, stop: Callable[[], None]) -> None:
     """Stop when no front has asked for a while."""
-    while time.monotonic() - host.last_contact < _ORPHAN_S:
-        await asyncio.sleep(1.0)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            async with asyncio.timeout(_ORPHAN_S):
+                await host.asked.wait()
+            host.asked.clear()
     _LOG.warning("no front has asked for %.0f s; the engine ends", _ORPHAN_S)
     stop()
 
