@@ -10,6 +10,7 @@
     |   |-- ContextExceededError  the prompt does not fit the context window; never retryable
     |   `-- WeightsChangingError  weights are being published; retry after `retry_after_s`
     |-- TrainerError           the trainer failed; a failed step stops the run
+    |-- WireError              bytes that are not a frame, or a tree that a frame cannot hold
     `-- ServiceError           the training service refused or failed a call
         |-- AuthError          no token, or one that it does not know (exit code 3)
         |-- NotFoundError      no such job or checkpoint, or somebody else's (4)
@@ -133,3 +134,7 @@ class ConflictError(ServiceError):
     """The state of a job does not allow the call."""
 
     exit_code = 9
+
+
+class WireError(PilotageError, ValueError):
+    """Bytes that are not a frame, or a tree that a frame cannot hold."""
