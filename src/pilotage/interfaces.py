@@ -9,7 +9,9 @@ from typing import Protocol
 from pilotage.types import (
     AdamParams,
     Completion,
+    Denominators,
     ForwardBackwardResult,
+    Logprobs,
     LossConfig,
     Message,
     ParsedReply,
@@ -56,10 +58,32 @@ class Sampler(Protocol):
 
 
 class Trainer(Protocol):
-    """The four verbs. Gradients accumulate over forward_backward until step."""
+    """Trains, publishes and keeps weights. Gradients accumulate over forward_backward until step."""
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Add the gradient of `loss` over `samples` (one whole batch: all denominators count it)."""
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig, *, denominators: Denominators | None = None
+    ) -> ForwardBackwardResult:
+        """Add the gradient of `loss` over `samples`.
+
+        Args:
+            samples: whole rollouts.
+            denominators: None where `samples` is one whole batch; else the counts of the larger batch that
+                the caller has split, so that the pieces add up to it.
+
+        Raises:
+            TrainerError: it failed; no part of the gradient was added.
+        """
+        ...
+
+    async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
+        """Return the log-probs that the current weights give to the tokens under the loss mask.
+
+        Args:
+            temperature: the logits are divided by it before the softmax.
+
+        Returns:
+            For each sample [L], 0 where the loss mask is not set. Accumulated gradients stay as they are.
+        """
         ...
 
     async def step(self, params: AdamParams) -> StepResult:
@@ -80,6 +104,19 @@ class Trainer(Protocol):
 
     async def load(self, directory: Path) -> None:
         """Restore what `save` wrote, weights_version included; the sampler follows at `publish`."""
+        ...
+
+
+class Engine(Sampler, Trainer, Protocol):
+    """A trainer and its sampler, held together: what a job of the training service runs."""
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that the sampler uses."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything it holds; calls that wait fail."""
         ...
 
 

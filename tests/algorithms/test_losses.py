@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pilotage.algorithms import Denominators, LossValue, TrainedTokens, logprob_gap, policy_loss
-from pilotage.types import LossConfig, PolicyLoss, Reduction, Sample
+from pilotage.algorithms import LossValue, TrainedTokens, logprob_gap, policy_loss
+from pilotage.types import Denominators, LossConfig, PolicyLoss, Reduction, Sample
 
 type Floats = NDArray[np.float64]
 
@@ -149,6 +149,8 @@ def test_the_gradient_is_the_slope_of_the_loss(
     case: tuple[TrainedTokens, Floats, Floats, LossConfig],
 ) -> None:
     tokens, logprobs, reference, config = case
+    if config.policy_loss is PolicyLoss.CISPO:  # its ratio takes no gradient: a test of its own
+        config = replace(config, policy_loss=PolicyLoss.GRPO)
     gradient = evaluate(tokens, logprobs, config, reference).gradient_n
 
     h = 1e-6  # a clip border lies within h of a random ratio about once in a million draws

@@ -75,6 +75,8 @@ def literal_loss(model_dir: Path, samples: list[Sample], config: LossConfig) -> 
         objective = torch.minimum(ratio * torch.cat(advantages), bounded * torch.cat(advantages))
         if config.policy_loss is PolicyLoss.CROSS_ENTROPY:
             objective = torch.cat(logprobs)
+        if config.policy_loss is PolicyLoss.CISPO:
+            objective = bounded.detach() * torch.cat(advantages) * torch.cat(logprobs)
         losses.append(-objective.sum())
         sizes.append(objective.numel())
     if config.reduction is Reduction.TOKEN_MEAN:

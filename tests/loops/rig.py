@@ -12,8 +12,10 @@ from pilotage.loops import LoopSettings, RunDirectory, SynchronousLoop
 from pilotage.types import (
     AdamParams,
     BranchCause,
+    Denominators,
     FinishReason,
     ForwardBackwardResult,
+    Logprobs,
     LossConfig,
     Outcome,
     Reward,
@@ -43,7 +45,9 @@ class CountingTrainer:
     """(optimizer step, rollout) of every sample that was applied."""
     _batch: list[str] = field(default_factory=list[str])
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig, *, denominators: Denominators | None = None
+    ) -> ForwardBackwardResult:
         self.pending = sum(float(sample.advantages.sum()) for sample in samples)
         self._batch = [sample.sequence_id for sample in samples]
         return ForwardBackwardResult(
@@ -56,6 +60,9 @@ class CountingTrainer:
             gap_k3=0.0,
             clip_fraction=0.0,
         )
+
+    async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
+        return [np.zeros(sample.token_ids.size, np.float32) for sample in samples]
 
     async def step(self, params: AdamParams) -> StepResult:
         if self.num_steps + 1 == self.fails_in_step:

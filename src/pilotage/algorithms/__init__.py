@@ -8,10 +8,9 @@ from pilotage.algorithms.advantages import group_relative, has_spread
 from pilotage.algorithms.credit import to_samples
 from pilotage.algorithms.gap import LogprobGap, logprob_gap
 from pilotage.algorithms.groups import StepBatch, build_batch
-from pilotage.algorithms.losses import Denominators, LossValue, TrainedTokens, policy_loss
+from pilotage.algorithms.losses import LossValue, TrainedTokens, policy_loss
 
 __all__ = [
-    "Denominators",
     "LogprobGap",
     "LossValue",
     "StepBatch",

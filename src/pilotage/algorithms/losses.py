@@ -14,28 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pilotage.types import LossConfig, PolicyLoss, Reduction, Sample
+from pilotage.types import Denominators, LossConfig, PolicyLoss, Reduction, Sample
 
 type _Floats = NDArray[np.float64]
 type _Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denominators:
-    """Counts over the whole batch."""
-
-    trained_tokens: int
-    num_sequences: int
-    """Rollouts with at least one trained token."""
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> "Denominators":
-        """Count a batch."""
-        trained = [sample for sample in samples if sample.trained_tokens]
-        return cls(
-            trained_tokens=sum(sample.trained_tokens for sample in trained),
-            num_sequences=len({sample.sequence_id for sample in trained}),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +54,7 @@ class LossValue:
     gradient_n: _Floats
     """[n] derivative of the loss with respect to each trained token's log-prob."""
     clipped_tokens: int
-    """Tokens whose gradient the clip removed; 0 for cross entropy."""
+    """Tokens whose gradient the clip removed, or, for CISPO, whose weight it changed; 0 for cross entropy."""
     kl_sum: float
     """Sum of the k3 estimate over tokens; 0 without a reference."""
 
@@ -87,6 +69,17 @@ def policy_loss(
 ) -> LossValue:
     """Evaluate the loss on the log-probs of trained tokens.
 
+    With r the importance ratio (of the token, or, for GSPO, of the rollout: the geometric mean over its
+    trained tokens), A the advantage and b(r) = r clipped to [1 - clip_low, 1 + clip_high], a token's
+    objective is
+
+        GRPO, GSPO      min(r A, b(r) A), and, with `dual_clip` c, at least c A where A < 0
+        CISPO           stop-gradient(b(r)) A logprob
+        cross entropy   logprob
+
+    CISPO's upper-only cap M of the ratio is `clip_low = 1` (no lower clip, as a ratio is positive) with
+    `clip_high = M - 1`. On-policy, r is 1 and its slope that of the log-prob.
+
     Args:
         tokens: what was sampled.
         logprobs_n: [n] log-probs under the weights that are trained.
@@ -97,24 +90,27 @@ def policy_loss(
         The loss is `sum_n w_n (-objective_n + kl_coef k3_n)`, with the weights w of the reduction. An empty
         piece is 0.
 
-    Source: GRPO, the clipped token ratio of PPO, arXiv:1707.06347 eq. 7 (arXiv:2402.03300 eq. 3); GSPO,
-    arXiv:2507.18071 eq. 5 to 7; Dr. GRPO, arXiv:2503.20783 section 3.2 (constant length); k3,
-    arXiv:2402.03300 eq. 4.
+    k3 is exact unless `kl_cap` is set. The stock service clamps its argument to +-20 and its value to +-10;
+    k3 is never negative and is over 10 wherever its argument is out of +-20, so `kl_cap = 10` is both
+    clamps. It is off by default because a capped token is one that drifted far and is no longer pulled back.
+
+    Source: GRPO, the clipped token ratio of PPO, arXiv:1707.06347 eq. 7 (arXiv:2402.03300 eq. 3); dual clip,
+    arXiv:1912.09729 eq. 5; GSPO, arXiv:2507.18071 eq. 5 to 7; CISPO, arXiv:2506.13585 section 3.1; Dr. GRPO,
+    arXiv:2503.20783 section 3.2 (constant length); k3, arXiv:2402.03300 eq. 4.
     """
     weight_n = _weights(tokens, config, denominators)
     if config.policy_loss is PolicyLoss.CROSS_ENTROPY:
         loss, gradient_n, clipped = -float(weight_n @ logprobs_n), -weight_n, 0
     else:
-        loss, gradient_n, clipped = _clipped(tokens, logprobs_n, config, weight_n)
+        loss, gradient_n, clipped = _ratio_loss(tokens, logprobs_n, config, weight_n)
     kl_sum = 0.0
     if config.kl_coef:
         if reference_logprobs_n is None:
             raise ValueError("kl_coef is not 0, but there are no reference log-probs")
-        d_n = reference_logprobs_n - logprobs_n
-        k3_n = np.expm1(d_n) - d_n
+        k3_n, slope_n = _k3(reference_logprobs_n - logprobs_n, cap=config.kl_cap)
         kl_sum = float(k3_n.sum())
         loss += config.kl_coef * float(weight_n @ k3_n)
-        gradient_n = gradient_n - config.kl_coef * weight_n * np.expm1(d_n)
+        gradient_n = gradient_n - config.kl_coef * weight_n * slope_n
     return LossValue(loss=loss, gradient_n=gradient_n, clipped_tokens=clipped, kl_sum=kl_sum)
 
 
@@ -129,25 +125,41 @@ def _weights(tokens: TrainedTokens, config: LossConfig, denominators: Denominato
     return np.full(sequence_n.size, 1.0 / max(count, 1))
 
 
-def _clipped(
+def _ratio_loss(
     tokens: TrainedTokens, logprobs_n: _Floats, config: LossConfig, weight_n: _Floats
 ) -> tuple[float, _Floats, int]:
-    """Return loss, gradient and number of clipped tokens of the two clipped objectives."""
-    log_ratio_n = logprobs_n - tokens.sampler_logprobs_n
+    """Return loss, gradient and number of clipped tokens of the objectives with an importance ratio."""
+    log_ratio_n = np.zeros_like(logprobs_n) if config.on_policy else logprobs_n - tokens.sampler_logprobs_n
     is_gspo = config.policy_loss is PolicyLoss.GSPO
     ratio_n = np.exp(_sequence_mean(log_ratio_n, tokens.sequence_n) if is_gspo else log_ratio_n)
     advantage_n = tokens.advantages_n
     bounded_n = np.clip(ratio_n, 1 - config.clip_low, 1 + config.clip_high)
+    if config.policy_loss is PolicyLoss.CISPO:
+        gradient_n = -weight_n * bounded_n * advantage_n
+        return float(gradient_n @ logprobs_n), gradient_n, int((bounded_n != ratio_n).sum())
     objective_n = np.minimum(ratio_n * advantage_n, bounded_n * advantage_n)
     is_clipped_n = np.where(
         advantage_n > 0,
         ratio_n > 1 + config.clip_high,
         (ratio_n < 1 - config.clip_low) & (advantage_n < 0),
     )
+    if config.dual_clip is not None:
+        is_dual_n = (advantage_n < 0) & (ratio_n > config.dual_clip)
+        objective_n = np.where(is_dual_n, config.dual_clip * advantage_n, objective_n)
+        is_clipped_n |= is_dual_n
     # d objective / d (log-ratio): the ratio times the advantage where the clip does not bind, else 0.
     slope_n = np.where(is_clipped_n, 0.0, -weight_n * advantage_n * ratio_n)
     gradient_n = _sequence_mean(slope_n, tokens.sequence_n) if is_gspo else slope_n
     return -float(weight_n @ objective_n), gradient_n, int(is_clipped_n.sum())
+
+
+def _k3(d_n: _Floats, *, cap: float | None) -> tuple[_Floats, _Floats]:
+    """Return the k3 estimate for d = reference - policy log-prob, and its slope in d."""
+    slope_n = np.expm1(d_n)
+    k3_n = slope_n - d_n
+    if cap is None:
+        return k3_n, slope_n
+    return np.minimum(k3_n, cap), np.where(k3_n > cap, 0.0, slope_n)
 
 
 def _sequence_mean(values_n: _Floats, sequence_n: _Ints) -> _Floats:

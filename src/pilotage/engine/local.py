@@ -26,7 +26,9 @@ from pilotage.errors import ConfigError, TrainerError
 from pilotage.types import (
     AdamParams,
     Completion,
+    Denominators,
     ForwardBackwardResult,
+    Logprobs,
     LossConfig,
     Sample,
     SamplingParams,
@@ -119,9 +121,17 @@ class LocalEngine:
         """See `Sampler`. Contexts are found by their ids, so `session_id` is not needed here."""
         return await asyncio.wrap_future(self._loop.submit(prompt_ids, params, turn_index=turn_index))
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig, *, denominators: Denominators | None = None
+    ) -> ForwardBackwardResult:
         """See `Trainer`."""
-        return await self._train(lambda: self._trainer.forward_backward(samples, loss))
+        return await self._train(
+            lambda: self._trainer.forward_backward(samples, loss, denominators=denominators)
+        )
+
+    async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
+        """See `Trainer`."""
+        return await self._train(lambda: self._trainer.forward(samples, temperature=temperature))
 
     async def step(self, params: AdamParams) -> StepResult:
         """See `Trainer`."""

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pilotage.algorithms import Denominators, TrainedTokens, logprob_gap, policy_loss
+from pilotage.algorithms import TrainedTokens, logprob_gap, policy_loss
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.logprobs import trained_logprobs
 from pilotage.engine.modules import load_module
 from pilotage.errors import TrainerError
 from pilotage.types import (
     AdamParams,
+    Denominators,
     ForwardBackwardResult,
     LossConfig,
-    PolicyLoss,
     Sample,
     StepResult,
 )
@@ -34,7 +34,7 @@ from pilotage.types import (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Totals:
-    """What the micro-batches of one batch add up to."""
+    """What the micro-batches of one call add up to."""
 
     loss: float = 0.0
     clipped_tokens: int = 0
@@ -54,10 +54,17 @@ class TorchTrainer:
         self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
         self._num_backwards = 0
 
-    def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Add the gradient of `loss` over one whole batch; a failure leaves no partial gradient."""
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig, *, denominators: Denominators | None = None
+    ) -> ForwardBackwardResult:
+        """Add the gradient of `loss` over whole rollouts; a failure leaves no partial gradient.
+
+        Args:
+            denominators: counts of the batch that the samples are a piece of; None counts the samples.
+        """
         trained = [sample for sample in samples if sample.trained_tokens]
-        denominators = Denominators.of(trained)
+        counts = Denominators.of(trained)
+        denominators = denominators or counts
         totals = _Totals()
         micro_batches = split(trained, budget_tokens=self._micro_batch_tokens)
         try:
@@ -67,7 +74,25 @@ class TorchTrainer:
             self._clear()
             raise
         self._num_backwards += 1
-        return _summarise(totals, loss, denominators, forwarded_tokens=sum(s.token_ids.size for s in trained))
+        return _summarise(totals, loss, counts, forwarded_tokens=sum(s.token_ids.size for s in trained))
+
+    def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[NDArray[np.float32]]:
+        """Return, for each sample, [L] log-probs of its trained tokens, 0 elsewhere; no gradient.
+
+        Args:
+            temperature: the logits are divided by it before the softmax.
+        """
+        trained = [sample for sample in samples if sample.trained_tokens]
+        of_sample: dict[int, NDArray[np.float32]] = {}
+        for micro_batch in split(trained, budget_tokens=self._micro_batch_tokens):
+            with torch.no_grad():
+                values = _forward(self.module, micro_batch, temperature).float().cpu().numpy()
+            ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
+            for sample, part in zip(micro_batch, np.split(values, ends[:-1]), strict=True):
+                aligned = np.zeros(sample.token_ids.size, np.float32)
+                aligned[sample.loss_mask] = part
+                of_sample[id(sample)] = aligned
+        return [of_sample.get(id(s), np.zeros(s.token_ids.size, np.float32)) for s in samples]
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip, apply and clear the accumulated gradient.
@@ -126,11 +151,8 @@ class TorchTrainer:
         self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: _Totals
     ) -> None:
         """Forward, loss and backward of one micro-batch of whole rollouts."""
-        logprobs = self._forward(self.module, samples, loss)
-        reference: NDArray[np.float64] | None = None
-        if loss.kl_coef:
-            with torch.no_grad():
-                reference = _to_numpy(self._forward(self._frozen_reference(), samples, loss))
+        logprobs = _forward(self.module, samples, loss.temperature)
+        reference = self._reference_logprobs(samples, loss) if loss.kl_coef else None
         tokens = TrainedTokens.of(samples)
         values = _to_numpy(logprobs)
         result = policy_loss(tokens, values, loss, denominators=denominators, reference_logprobs_n=reference)
@@ -141,9 +163,21 @@ class TorchTrainer:
         totals.trainer_logprobs.append(values)
         totals.sampler_logprobs.append(tokens.sampler_logprobs_n)
 
-    def _forward(self, module: PreTrainedModel, samples: Sequence[Sample], loss: LossConfig) -> Tensor:
-        ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
-        return trained_logprobs(module, ids, masks, temperature=loss.temperature)
+    def _reference_logprobs(self, samples: Sequence[Sample], loss: LossConfig) -> NDArray[np.float64]:
+        """Return [n] reference log-probs: those that a sample brings, or else the frozen reference's."""
+        missing = [sample for sample in samples if sample.reference_logprobs is None]
+        computed = np.zeros(0)
+        if missing:
+            with torch.no_grad():
+                computed = _to_numpy(_forward(self._frozen_reference(), missing, loss.temperature))
+        parts: list[NDArray[np.float64]] = []
+        for sample in samples:
+            if sample.reference_logprobs is None:
+                part, computed = np.split(computed, [sample.trained_tokens])
+            else:
+                part = sample.reference_logprobs[sample.loss_mask].astype(np.float64)
+            parts.append(part)
+        return np.concatenate(parts)
 
     def _frozen_reference(self) -> PreTrainedModel:
         """Load the weights that the engine was opened with, the first time they are needed."""
@@ -178,19 +212,24 @@ def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]
     return micro_batches
 
 
+def _forward(module: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> Tensor:
+    ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
+    return trained_logprobs(module, ids, masks, temperature=temperature)
+
+
 def _summarise(
-    totals: _Totals, loss: LossConfig, denominators: Denominators, *, forwarded_tokens: int
+    totals: _Totals, loss: LossConfig, counts: Denominators, *, forwarded_tokens: int
 ) -> ForwardBackwardResult:
-    """Turn sums into the figures of the batch."""
-    tokens = denominators.trained_tokens
+    """Turn sums into the figures of the samples that were given."""
+    tokens = counts.trained_tokens
     gap = None
-    if tokens and loss.policy_loss is not PolicyLoss.CROSS_ENTROPY:
+    if tokens and loss.reads_sampler_logprobs:
         gap = logprob_gap(np.concatenate(totals.trainer_logprobs), np.concatenate(totals.sampler_logprobs))
     return ForwardBackwardResult(
         loss=totals.loss,
         trained_tokens=tokens,
         forwarded_tokens=forwarded_tokens,
-        num_sequences=denominators.num_sequences,
+        num_sequences=counts.num_sequences,
         logprob_gap_mean=None if gap is None else gap.mean,
         logprob_gap_max=None if gap is None else gap.max,
         gap_k3=None if gap is None else gap.k3,

@@ -17,6 +17,7 @@ from pilotage.types.session import SessionAccess, SessionRecord, SessionSpec
 from pilotage.types.task import Task
 from pilotage.types.training import (
     AdamParams,
+    Denominators,
     ForwardBackwardResult,
     LossConfig,
     PolicyLoss,
@@ -31,6 +32,7 @@ __all__ = [
     "AdamParams",
     "BranchCause",
     "Completion",
+    "Denominators",
     "FinishReason",
     "ForwardBackwardResult",
     "Ledger",

@@ -34,6 +34,8 @@ class Sample:
     """[L] advantage where `loss_mask`, 0 elsewhere."""
     weights_versions: Versions
     """[L] version that sampled the token where `loss_mask`, -1 elsewhere."""
+    reference_logprobs: Logprobs | None = None
+    """[L] under the reference of the KL term where `loss_mask`, 0 elsewhere; None has the trainer ask its own."""
 
     def __post_init__(self) -> None:
         require_shape(
@@ -46,6 +48,9 @@ class Sample:
         )
         if self.loss_mask.size and self.loss_mask[0]:
             raise ValueError("Sample.loss_mask[0] is True, but nothing predicts the first token")
+        if self.reference_logprobs is not None:
+            require_shape("Sample", self.token_ids.size, reference_logprobs=self.reference_logprobs)
+            freeze(self.reference_logprobs)
         freeze(self.token_ids, self.loss_mask, self.sampler_logprobs, self.advantages, self.weights_versions)
 
     @property

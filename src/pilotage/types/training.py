@@ -1,7 +1,10 @@
 """What a trainer is asked and what it answers: the verbs forward_backward and step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from pilotage.types.sample import Sample
 
 
 class PolicyLoss(StrEnum):
@@ -11,6 +14,8 @@ class PolicyLoss(StrEnum):
     """PPO clip on the token ratio."""
     GSPO = "gspo"
     """Clip on the sequence ratio, over all sampled tokens of a rollout."""
+    CISPO = "cispo"
+    """Log-prob weighted by the clipped token ratio, which takes no gradient: every token keeps one."""
     CROSS_ENTROPY = "cross_entropy"
     """Supervised: minus the log-prob of every token under the mask; advantages and ratios are not read."""
 
@@ -23,7 +28,30 @@ class Reduction(StrEnum):
     SEQUENCE_MEAN = "sequence_mean"
     """Mean over a rollout's trained tokens, then mean over rollouts that have a trained token."""
     DR_GRPO = "dr_grpo"
-    """Sum over trained tokens / (number of rollouts with a trained token x `dr_grpo_tokens`)."""
+    """Sum over trained tokens / (number of rollouts with a trained token x `dr_grpo_tokens`). With 1 it is
+    the sum over a rollout's tokens, then the mean over rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """Counts of one whole batch. A caller that splits a batch gives those of the whole with every piece."""
+
+    trained_tokens: int
+    num_sequences: int
+    """Rollouts with at least one trained token."""
+
+    def __post_init__(self) -> None:
+        if self.trained_tokens < 0 or self.num_sequences < 0:
+            raise ValueError(f"counts cannot be negative, got {self.trained_tokens}, {self.num_sequences}")
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Denominators":
+        """Count a batch."""
+        trained = [sample for sample in samples if sample.trained_tokens]
+        return cls(
+            trained_tokens=sum(sample.trained_tokens for sample in trained),
+            num_sequences=len({sample.sequence_id for sample in trained}),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +61,41 @@ class LossConfig:
     policy_loss: PolicyLoss = PolicyLoss.GSPO
     reduction: Reduction = Reduction.SEQUENCE_MEAN
     clip_low: float = 3e-4
-    """The ratio is clipped below 1 - clip_low ..."""
+    """The ratio is clipped below 1 - clip_low (1 is no lower clip: a ratio is positive) ..."""
     clip_high: float = 4e-4
     """... and above 1 + clip_high."""
+    dual_clip: float | None = None
+    """Of GRPO and GSPO: where the advantage is negative, the ratio is clipped above this, which is over 1."""
+    on_policy: bool = False
+    """Whether the weights that are trained are those that sampled: the ratio is 1, and behaviour log-probs
+    are not read. Without it a ratio loss needs them."""
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy || reference) on trained tokens; 0 needs no reference."""
+    kl_cap: float | None = None
+    """A token's k3 estimate counts at most this, and has no gradient above it; absent is exact."""
     temperature: float = 1.0
     """Sampling temperature; the trainer's logits are divided by it before the softmax."""
     dr_grpo_tokens: int = 1024
     """The constant length of Dr.GRPO; read only by that reduction."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
-            raise ValueError(f"clip_low in (0, 1), clip_high > 0; got {self.clip_low}, {self.clip_high}")
+        if not 0 < self.clip_low <= 1 or not self.clip_high > 0:
+            raise ValueError(f"clip_low in (0, 1], clip_high > 0; got {self.clip_low}, {self.clip_high}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be over 1, got {self.dual_clip}")
+        if self.dual_clip is not None and self.policy_loss not in (PolicyLoss.GRPO, PolicyLoss.GSPO):
+            raise ValueError(f"{self.policy_loss} has no dual_clip; leave it out")
+        if self.kl_cap is not None and not self.kl_cap > 0:
+            raise ValueError(f"kl_cap must be positive, got {self.kl_cap}")
+        if self.dr_grpo_tokens < 1:
+            raise ValueError(f"dr_grpo_tokens must be positive, got {self.dr_grpo_tokens}")
         if self.temperature <= 0:
             raise ValueError(f"a ratio needs temperature > 0, got {self.temperature}")
+
+    @property
+    def reads_sampler_logprobs(self) -> bool:
+        """Whether samples must carry behaviour log-probs."""
+        return not self.on_policy and self.policy_loss is not PolicyLoss.CROSS_ENTROPY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +113,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardResult:
-    """What one forward_backward measured, over the whole batch."""
+    """What one forward_backward measured, over the samples that it was given."""
 
     loss: float
     trained_tokens: int
@@ -73,12 +121,13 @@ class ForwardBackwardResult:
     num_sequences: int
     """Rollouts with at least one trained token."""
     logprob_gap_mean: float | None
-    """Mean |trainer - sampler log-prob| on trained tokens; None for cross entropy or an empty batch."""
+    """Mean |trainer - sampler log-prob| on trained tokens; None where no ratio is formed: cross entropy,
+    on-policy, or an empty batch."""
     logprob_gap_max: float | None
     gap_k3: float | None
     """Mean of exp(d) - d - 1 with d = trainer - sampler log-prob: k3 estimate of KL(sampler || trainer)."""
     clip_fraction: float | None
-    """Share of trained tokens whose gradient the clip removed."""
+    """Share of trained tokens whose gradient the clip removed, or, for CISPO, whose weight it changed."""
     kl_to_reference: float | None = None
 
 
