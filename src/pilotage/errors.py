@@ -11,6 +11,7 @@
     |   `-- WeightsChangingError  weights are being published; retry after `retry_after_s`
     |-- TrainerError           the trainer failed; a failed step stops the run
     |-- WireError              bytes that are not a frame, or a tree that a frame cannot hold
+    |   `-- InvalidBodyError   a frame or JSON body whose contents are wrong; it says where
     `-- ServiceError           the training service refused or failed a call
         |-- AuthError          no token, or one that it does not know (exit code 3)
         |-- NotFoundError      no such job or checkpoint, or somebody else's (4)
@@ -138,3 +139,18 @@ class ConflictError(ServiceError):
 
 class WireError(PilotageError, ValueError):
     """Bytes that are not a frame, or a tree that a frame cannot hold."""
+
+
+class InvalidBodyError(WireError):
+    """A body whose contents are wrong; nothing was computed."""
+
+    def __init__(self, path: str, message: str) -> None:
+        """Args:
+        path: where in the body, as a.b.0.c; empty is the whole body.
+        """
+        super().__init__(path, message)
+        self.path = path
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
