@@ -98,8 +98,12 @@ class Trainer(Protocol):
         """Make the sampler use the current weights; returns the new weights_version."""
         ...
 
-    async def save(self, directory: Path) -> None:
-        """Write weights (Hugging Face layout, safetensors) and optimizer into a new directory."""
+    async def save(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Write weights (Hugging Face layout, safetensors) and optimizer into a new directory.
+
+        Args:
+            weights_only: leave the optimizer out; such a checkpoint samples, and starts a fresh optimizer.
+        """
         ...
 
     async def load(self, directory: Path) -> None:
@@ -113,6 +117,11 @@ class Engine(Sampler, Trainer, Protocol):
     @property
     def weights_version(self) -> int:
         """Version of the weights that the sampler uses."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Ids that end a completion."""
         ...
 
     async def close(self) -> None:

@@ -79,7 +79,7 @@ class CountingTrainer:
         self.version += 1
         return self.version
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         directory.mkdir()  # noqa: ASYNC240  # instant, and nothing else runs
         (directory / "weights.txt").write_text(f"{self.weights!r} {self.version} {self.num_steps}")
 

@@ -111,6 +111,11 @@ class LocalEngine:
         return self._loop.max_context_tokens
 
     @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Ids that end a completion."""
+        return self._loop.stop_token_ids
+
+    @property
     def weights_version(self) -> int:
         """Version of the weights that the sampler uses."""
         return self._loop.weights_version
@@ -154,12 +159,12 @@ class LocalEngine:
         self._is_published, self._keeps_version = True, False
         return self._weights_version
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`."""
         manifest = Manifest(weights_version=self._weights_version, is_published=self._is_published)
 
         def write(partial: Path) -> None:
-            self._trainer.save_state(partial)
+            self._trainer.save_state(partial, weights_only=weights_only)
             copy_tokenizer(self._model_dir, partial)
 
         await self._train(lambda: write_checkpoint(directory, manifest, write))

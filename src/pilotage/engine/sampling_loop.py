@@ -65,7 +65,8 @@ class SamplingLoop:
         self.max_context_tokens = max_context_tokens
         self.weights_version = 0
         self._decoder = decoder
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self.stop_token_ids = stop_token_ids
+        self._stops = frozenset(stop_token_ids)
         self._prefill_tokens = prefill_tokens
         self._wake = threading.Condition()
         self._inbox: deque[_Request] = deque()
@@ -239,7 +240,7 @@ class SamplingLoop:
             request.token_ids.append(token_id)
             request.logprobs.append(logprob)
             request.weights_versions.append(self.weights_version)
-            if token_id in self._stop_token_ids or len(request.token_ids) == request.max_tokens:
+            if token_id in self._stops or len(request.token_ids) == request.max_tokens:
                 finished.append(row)
         for row in reversed(finished):
             self._answer(self._leave(row))
@@ -255,7 +256,7 @@ class SamplingLoop:
         return request
 
     def _answer(self, request: _Request) -> None:
-        is_stop = request.token_ids[-1] in self._stop_token_ids
+        is_stop = request.token_ids[-1] in self._stops
         completion = Completion(
             token_ids=np.array(request.token_ids, np.int32),
             logprobs=np.array(request.logprobs, np.float32),
