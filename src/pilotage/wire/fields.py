@@ -1,5 +1,6 @@
 """Reads the trees of frames and JSON bodies: every key at most once, every fault with its path."""
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,6 +47,14 @@ class Fields:
         if value is None:
             self.fail(key, "missing")
         return value
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys that are there; none of them counts as read."""
+        return iter(self._values)
+
+    def is_null(self, key: str) -> bool:
+        """Return whether a key is there without a value."""
+        return key in self._values and self._values[key] is None
 
     def fields(self, key: str) -> "Fields":
         """Return a dict; an absent one is empty."""
