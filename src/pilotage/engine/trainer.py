@@ -8,7 +8,6 @@ The module stays in evaluation mode: dropout would make the importance ratio a l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pilotage.algorithms import TrainedTokens, logprob_gap, policy_loss
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
+from pilotage.engine.gradients import Totals, propagate, summarise, to_numpy
 from pilotage.engine.logprobs import trained_logprobs
 from pilotage.engine.modules import load_module
 from pilotage.errors import TrainerError
@@ -30,17 +29,6 @@ from pilotage.types import (
     Sample,
     StepResult,
 )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Totals:
-    """What the micro-batches of one call add up to."""
-
-    loss: float = 0.0
-    clipped_tokens: int = 0
-    kl_sum: float = 0.0
-    trainer_logprobs: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
-    sampler_logprobs: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
 
 
 class TorchTrainer:
@@ -65,7 +53,7 @@ class TorchTrainer:
         trained = [sample for sample in samples if sample.trained_tokens]
         counts = Denominators.of(trained)
         denominators = denominators or counts
-        totals = _Totals()
+        totals = Totals()
         micro_batches = split(trained, budget_tokens=self._micro_batch_tokens)
         try:
             for micro_batch in micro_batches:
@@ -74,7 +62,7 @@ class TorchTrainer:
             self._clear()
             raise
         self._num_backwards += 1
-        return _summarise(totals, loss, counts, forwarded_tokens=sum(s.token_ids.size for s in trained))
+        return summarise(totals, loss, counts, forwarded_tokens=sum(s.token_ids.size for s in trained))
 
     def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[NDArray[np.float32]]:
         """Return, for each sample, [L] log-probs of its trained tokens, 0 elsewhere; no gradient.
@@ -134,10 +122,11 @@ class TorchTrainer:
             values = trained_logprobs(self.module, [token_ids], [mask], temperature=1.0)
         return values.double().cpu().numpy()
 
-    def save_state(self, directory: Path) -> None:
-        """Write weights, config and optimizer into an existing directory."""
+    def save_state(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Write weights, config and, unless `weights_only`, the optimizer into an existing directory."""
         self.module.save_pretrained(directory)
-        save_optimizer(directory, self.module, self._optimizer)
+        if not weights_only:
+            save_optimizer(directory, self.module, self._optimizer)
 
     def load_state(self, directory: Path) -> None:
         """Restore what `save_state` wrote; a directory without an optimizer starts a fresh one."""
@@ -148,20 +137,19 @@ class TorchTrainer:
         self._clear()
 
     def _add_gradient(
-        self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: _Totals
+        self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: Totals
     ) -> None:
         """Forward, loss and backward of one micro-batch of whole rollouts."""
         logprobs = _forward(self.module, samples, loss.temperature)
         reference = self._reference_logprobs(samples, loss) if loss.kl_coef else None
-        tokens = TrainedTokens.of(samples)
-        values = _to_numpy(logprobs)
-        result = policy_loss(tokens, values, loss, denominators=denominators, reference_logprobs_n=reference)
-        logprobs.backward(torch.from_numpy(result.gradient_n).to(logprobs))
-        totals.loss += result.loss
-        totals.clipped_tokens += result.clipped_tokens
-        totals.kl_sum += result.kl_sum
-        totals.trainer_logprobs.append(values)
-        totals.sampler_logprobs.append(tokens.sampler_logprobs_n)
+        propagate(
+            logprobs,
+            samples,
+            loss,
+            denominators=denominators,
+            reference_logprobs_n=reference,
+            totals=totals,
+        )
 
     def _reference_logprobs(self, samples: Sequence[Sample], loss: LossConfig) -> NDArray[np.float64]:
         """Return [n] reference log-probs: those that a sample brings, or else the frozen reference's."""
@@ -169,7 +157,7 @@ class TorchTrainer:
         computed = np.zeros(0)
         if missing:
             with torch.no_grad():
-                computed = _to_numpy(_forward(self._frozen_reference(), missing, loss.temperature))
+                computed = to_numpy(_forward(self._frozen_reference(), missing, loss.temperature))
         parts: list[NDArray[np.float64]] = []
         for sample in samples:
             if sample.reference_logprobs is None:
@@ -215,28 +203,3 @@ def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]
 def _forward(module: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> Tensor:
     ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
     return trained_logprobs(module, ids, masks, temperature=temperature)
-
-
-def _summarise(
-    totals: _Totals, loss: LossConfig, counts: Denominators, *, forwarded_tokens: int
-) -> ForwardBackwardResult:
-    """Turn sums into the figures of the samples that were given."""
-    tokens = counts.trained_tokens
-    gap = None
-    if tokens and loss.reads_sampler_logprobs:
-        gap = logprob_gap(np.concatenate(totals.trainer_logprobs), np.concatenate(totals.sampler_logprobs))
-    return ForwardBackwardResult(
-        loss=totals.loss,
-        trained_tokens=tokens,
-        forwarded_tokens=forwarded_tokens,
-        num_sequences=counts.num_sequences,
-        logprob_gap_mean=None if gap is None else gap.mean,
-        logprob_gap_max=None if gap is None else gap.max,
-        gap_k3=None if gap is None else gap.k3,
-        clip_fraction=None if gap is None else totals.clipped_tokens / tokens,
-        kl_to_reference=totals.kl_sum / tokens if loss.kl_coef and tokens else None,
-    )
-
-
-def _to_numpy(values: Tensor) -> NDArray[np.float64]:
-    return values.detach().double().cpu().numpy()
