@@ -1,11 +1,20 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.algorithms.plain_losses import (
+    Trained,
+    as_tokens,
+    counts_of,
+    plain_gradient,
+    plain_loss,
+    random_sequences,
+)
 
 from pilotage.algorithms import LossValue, TrainedTokens, logprob_gap, policy_loss
 from pilotage.types import Denominators, LossConfig, PolicyLoss, Reduction, Sample
@@ -114,6 +123,85 @@ def test_kl_without_a_reference_is_refused() -> None:
         evaluate(tokens_of([0], [0.0], [0.0]), np.zeros(1), replace(WIDE, kl_coef=0.1))
 
 
+def test_dual_clip_bounds_what_a_bad_token_can_cost() -> None:
+    # ratios 5 and 2 with advantage -1: min(-5, -1.2) = -5, which the dual clip raises to -3; -2 stays
+    tokens = tokens_of([0, 0, 0], [0, 0, 0], [-1, -1, 1])
+    result = evaluate(tokens, np.log([5.0, 2.0, 1.1]), replace(WIDE, dual_clip=3.0))
+
+    assert result.loss == pytest.approx((3 + 2 - 1.1) / 3)
+    assert result.gradient_n.tolist() == pytest.approx([0, 2 / 3, -1.1 / 3])
+    assert result.clipped_tokens == 1
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    # ratios 1.5, 0.5, 1.1 weigh the log-probs with 1.2, 0.8, 1.1
+    logprobs = np.array([-1.0, -2.0, -3.0])
+    tokens = tokens_of([0, 0, 0], (logprobs - np.log([1.5, 0.5, 1.1])).tolist(), [1, -1, 2])
+    result = evaluate(tokens, logprobs, replace(WIDE, policy_loss=PolicyLoss.CISPO))
+
+    assert result.gradient_n.tolist() == pytest.approx([-1.2 / 3, 0.8 / 3, -2.2 / 3])
+    assert result.loss == pytest.approx((1.2 * 1 - 0.8 * 2 + 2.2 * 3) / 3)
+    assert result.clipped_tokens == 2
+
+
+def test_an_upper_cap_alone_is_a_lower_clip_of_one() -> None:
+    # cap 4: ratio 0.01 stays as it is, 9 becomes 4
+    tokens = tokens_of([0, 0], [-1 - math.log(0.01), -1 - math.log(9)], [1, 1])
+    config = replace(WIDE, policy_loss=PolicyLoss.CISPO, clip_low=1.0, clip_high=3.0)
+    result = evaluate(tokens, np.array([-1.0, -1.0]), config)
+
+    assert result.gradient_n.tolist() == pytest.approx([-0.01 / 2, -4 / 2])
+    assert result.clipped_tokens == 1
+
+
+@pytest.mark.parametrize("policy", [PolicyLoss.GRPO, PolicyLoss.GSPO, PolicyLoss.CISPO])
+def test_on_policy_the_ratio_is_one_and_behaviour_is_not_read(policy: PolicyLoss) -> None:
+    tokens = tokens_of([0, 0], [99.0, -99.0], [2, -1])
+    result = evaluate(tokens, np.array([-1.0, -3.0]), replace(WIDE, policy_loss=policy, on_policy=True))
+
+    mean = (2 - 1) / 2 / 2  # GSPO's one ratio hands each token the mean slope
+    expected = [-mean, -mean] if policy is PolicyLoss.GSPO else [-2 / 2, 1 / 2]
+    assert result.gradient_n.tolist() == pytest.approx(expected)
+    assert result.clipped_tokens == 0
+
+
+def test_a_sum_over_tokens_and_a_mean_over_rollouts_is_dr_grpo_of_length_one() -> None:
+    # seq-mean-token-sum: (1 token x 2 + 3 tokens x 2) / 2 rollouts
+    tokens = tokens_of([0, 1, 1, 1], [0, 0, 0, 0], [2, 2, 2, 2])
+    config = replace(WIDE, reduction=Reduction.DR_GRPO, dr_grpo_tokens=1)
+
+    assert evaluate(tokens, np.zeros(4), config).loss == pytest.approx(-(2 + 6) / 2)
+
+
+@pytest.mark.parametrize("d", [2.7, -12.0, 25.0, -25.0])
+def test_a_cap_of_ten_is_both_stock_clamps_of_k3(d: float) -> None:
+    # stock: d to +-20, then exp(d) - d - 1 to +-10; all of these are over 10
+    config = replace(WIDE, kl_coef=1.0, kl_cap=10.0)
+    result = evaluate(tokens_of([0], [0.0], [0.0]), np.zeros(1), config, reference=np.array([d]))
+
+    clamped = max(-20.0, min(20.0, d))
+    assert result.kl_sum == min(10.0, math.exp(clamped) - clamped - 1) == 10.0
+    assert result.gradient_n.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip_low": 1.5}, "clip_low"),
+        ({"clip_high": 0.0}, "clip_high"),
+        ({"clip_high": math.nan}, "clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip must be over 1"),
+        ({"dual_clip": 3.0, "policy_loss": PolicyLoss.CISPO}, "cispo has no dual_clip"),
+        ({"kl_cap": 0.0}, "kl_cap"),
+        ({"dr_grpo_tokens": 0}, "dr_grpo_tokens"),
+        ({"temperature": 0.0}, "temperature"),
+    ],
+)
+def test_a_loss_that_means_nothing_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(WIDE, **changes)
+
+
 @pytest.mark.parametrize("policy", list(PolicyLoss))
 @pytest.mark.parametrize("reduction", list(Reduction))
 def test_nothing_to_train_is_a_loss_of_zero(policy: PolicyLoss, reduction: Reduction) -> None:
@@ -123,43 +211,39 @@ def test_nothing_to_train_is_a_loss_of_zero(policy: PolicyLoss, reduction: Reduc
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[TrainedTokens, Floats, Floats, LossConfig]:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    size = draw(st.integers(1, 12))
-    config = LossConfig(
-        policy_loss=draw(st.sampled_from(list(PolicyLoss))),
+def configs(draw: st.DrawFn) -> LossConfig:
+    policy = draw(st.sampled_from(list(PolicyLoss)))
+    has_dual_clip = policy in (PolicyLoss.GRPO, PolicyLoss.GSPO) and draw(st.booleans())
+    return LossConfig(
+        policy_loss=policy,
         reduction=draw(st.sampled_from(list(Reduction))),
-        clip_low=draw(st.sampled_from([3e-4, 0.2])),
-        clip_high=draw(st.sampled_from([4e-4, 0.28])),
+        clip_low=draw(st.sampled_from([3e-4, 0.2, 1.0])),
+        clip_high=draw(st.sampled_from([4e-4, 0.28, 4.0])),
+        dual_clip=1.5 if has_dual_clip else None,
+        on_policy=draw(st.booleans()),
         kl_coef=draw(st.sampled_from([0.0, 0.3])),
+        kl_cap=draw(st.sampled_from([None, 0.2])),
         dr_grpo_tokens=7,
     )
-    sequence = np.sort(rng.integers(0, 4, size))
-    tokens = TrainedTokens(
-        sequence_n=np.unique(sequence, return_inverse=True)[1].astype(np.int64),
-        sampler_logprobs_n=-rng.exponential(1, size),
-        advantages_n=rng.normal(size=size),
-    )
-    logprobs = tokens.sampler_logprobs_n + rng.normal(scale=0.3, size=size)
-    return tokens, logprobs, logprobs + rng.normal(scale=0.3, size=size), config
 
 
-@given(cases())
-def test_the_gradient_is_the_slope_of_the_loss(
-    case: tuple[TrainedTokens, Floats, Floats, LossConfig],
-) -> None:
-    tokens, logprobs, reference, config = case
-    if config.policy_loss is PolicyLoss.CISPO:  # its ratio takes no gradient: a test of its own
-        config = replace(config, policy_loss=PolicyLoss.GRPO)
-    gradient = evaluate(tokens, logprobs, config, reference).gradient_n
+seeds = st.integers(0, 2**32 - 1)
 
-    h = 1e-6  # a clip border lies within h of a random ratio about once in a million draws
-    for index in range(logprobs.size):
-        shift = np.zeros_like(logprobs)
-        shift[index] = h
-        above = evaluate(tokens, logprobs + shift, config, reference).loss
-        below = evaluate(tokens, logprobs - shift, config, reference).loss
-        assert (above - below) / (2 * h) == pytest.approx(gradient[index], abs=1e-6, rel=1e-4)
+
+@given(configs(), seeds)
+def test_loss_and_gradient_are_those_of_plain_loops(config: LossConfig, seed: int) -> None:
+    sequences = random_sequences(np.random.default_rng(seed))
+    tokens, logprobs, reference = as_tokens(sequences)
+    result = evaluate(tokens, logprobs, config, reference)
+
+    assert result.loss == pytest.approx(plain_loss(sequences, config), rel=1e-12, abs=1e-12)
+    assert result.gradient_n.tolist() == pytest.approx(plain_gradient(sequences, config), abs=1e-6, rel=1e-4)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[TrainedTokens, Floats, Floats, LossConfig]:
+    tokens, logprobs, reference = as_tokens(random_sequences(np.random.default_rng(draw(seeds))))
+    return tokens, logprobs, reference, draw(configs())
 
 
 @given(cases())
@@ -187,6 +271,25 @@ def test_pieces_of_whole_rollouts_add_up_to_the_batch(
 
     assert loss == pytest.approx(whole.loss, abs=1e-12)
     np.testing.assert_allclose(gradient, whole.gradient_n, atol=1e-12)
+
+
+@given(configs(), seeds)
+def test_two_ranks_that_know_the_counts_of_the_batch_add_up_to_it(config: LossConfig, seed: int) -> None:
+    sequences = random_sequences(np.random.default_rng(seed))
+    whole, counts = loss_of(sequences, config, counts_of(sequences)), counts_of(sequences)
+    ranks = [sequences[::2], sequences[1::2]]
+    parts = [loss_of(rank, config, counts) for rank in ranks if rank]
+
+    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, abs=1e-12)
+    sizes = np.cumsum([len(s.logprobs) for s in sequences])[:-1]
+    expected = np.split(whole.gradient_n, sizes)
+    together = np.concatenate([part.gradient_n for part in parts])
+    np.testing.assert_allclose(together, np.concatenate(expected[::2] + expected[1::2]), atol=1e-12, rtol=0)
+
+
+def loss_of(sequences: list[Trained], config: LossConfig, counts: Denominators) -> LossValue:
+    tokens, logprobs, reference = as_tokens(sequences)
+    return policy_loss(tokens, logprobs, config, denominators=counts, reference_logprobs_n=reference)
 
 
 def sample(sequence_id: str, mask: list[bool]) -> Sample:

@@ -436,11 +436,12 @@ def _count(context: Fields, config: Fields, key: str) -> int | None:
 
 def _positive(fields: Fields, key: str) -> int | None:
     value = fields.get(key)
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.reshape(()).item()
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 1 <= value < 2**63 or value != int(value):
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iuf":
+        value = float(value.reshape(()))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fields.fail(key, "expected a whole number")
+    if not 1 <= value < 2**53 or value != int(value):
         fields.fail(key, f"expected a whole number from 1 on, got {value!r}")
     return int(value)
