@@ -171,6 +171,6 @@ def _check_positions(rows: Rows, kwargs: Fields) -> None:
     positions = matrix(kwargs, "position_ids", "iu", rows.layout.shape)
     if positions is None:
         return
-    for index, part in enumerate(rows.cut(positions.reshape(-1))):
+    for part in rows.cut(positions.reshape(-1)):
         if not (part == np.arange(part.size)).all():
-            kwargs.fail(f"position_ids.{index}", "positions of a sequence are 0, 1, 2, ...; leave them out")
+            kwargs.fail("position_ids", "positions of each sequence are 0, 1, 2, ...; leave them out")
