@@ -30,7 +30,7 @@ type Array = NDArray[Any]
 type Buffer = bytes | bytearray | memoryview
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
-MAX_CONTAINERS = 4_000_000
+MAX_CONTAINERS = 2_000_000
 """Lists and dicts in one JSON text. An empty one takes 3 bytes of text and some 70 of memory."""
 MAX_DIMENSIONS = 32
 MAX_ARRAY_BYTES = 2**62  # with an empty axis the others may be as long as they like; numpy's limit is 2**63
@@ -162,7 +162,7 @@ def read_arrays(data: Buffer, header: Header) -> dict[str, Array]:
     Raises:
         WireError: an entry is malformed, or the entries do not cover the data exactly once.
     """
-    stored = np.frombuffer(data, np.uint8)[header.size_bytes :]
+    stored = np.frombuffer(memoryview(data).toreadonly(), np.uint8)[header.size_bytes :]
     entries = [_check_entry(key, raw) for key, raw in header.entries.items()]
     _check_coverage(entries, stored.size)
     return {entry.key: _array(stored, entry) for entry in entries}
@@ -174,9 +174,7 @@ def _check_entry(key: str, raw: object) -> _Entry:
         case {"dtype": str(name), "shape": list(shape), "data_offsets": [start, end], **rest} if not rest:
             pass
         case _:
-            raise WireError(
-                f"{where}: an entry is dtype, shape and two data_offsets; got {reprlib.repr(raw)}"
-            )
+            raise WireError(f"{where} needs dtype, shape and two data_offsets, got {reprlib.repr(raw)}")
     if name not in DTYPES:
         raise WireError(f"{where}: dtype {reprlib.repr(name)} is not one of {', '.join(DTYPES)}")
     if len(shape) > MAX_DIMENSIONS or not all(_is_size(length) for length in (*shape, start, end)):

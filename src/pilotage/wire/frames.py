@@ -72,8 +72,8 @@ def encode_frame(tree: TreeLike, *, op: Mapping[str, TreeLike] | None = None) ->
     writer = _TreeWriter(survey.holders)
     metadata = {"dss": _dump({"v": VERSION, "tree": writer.node(tree, None)}, "the tree")}
     if op:
-        if _Survey().visit(op, "op", 0):
-            raise WireError("op holds an array; it is JSON only")
+        if not isinstance(op, dict) or _Survey().visit(op, "op", 0):
+            raise WireError("op must be a dict, and may hold no array")
         metadata["op"] = _dump(op, "op")
     return write_blob(writer.arrays or {_EMPTY_KEY: np.zeros(1, np.uint8)}, metadata)
 
