@@ -170,3 +170,50 @@ def _add_service(commands: _Commands) -> None:
     token.add_argument("owner", metavar="NAME")
     token.add_argument("--data", type=Path, default=Path("service"), metavar="DIR", help="as of serve")
     token.set_defaults(command=("service", "token"))
+
+
+def _add_service_clients(commands: _Commands) -> None:
+    login = commands.add_parser("login", help="keep the connection to a training service")
+    login.add_argument("--host", help="account host of Snowflake, or a pasted URL")
+    login.add_argument("--base-url", metavar="URL", help="of `pilotage serve`, as http://127.0.0.1:8080")
+    login.add_argument("--database")
+    login.add_argument("--schema")
+    login.add_argument("--endpoint")
+    login.add_argument("--ca-file", type=Path, metavar="PEM", help="CA of the server's certificate")
+    login.add_argument("--pat-stdin", action="store_true", help="read the token from standard input")
+    login.add_argument("--json", action="store_true")
+    login.set_defaults(command=("login", "login"))
+
+    capacity = commands.add_parser("capacity", help="print the GPUs of the training service")
+    capacity.add_argument("--hardware", choices=("H200", "B200", "B300"))
+    capacity.add_argument("--json", action="store_true")
+    capacity.set_defaults(command=("jobs", "capacity"))
+
+    jobs = commands.add_parser("jobs", help="jobs of the training service")
+    verbs = jobs.add_subparsers(metavar="VERB", required=True)
+
+    def add(name: str, text: str, function: str) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=text)
+        verb.add_argument("--json", action="store_true", help="print JSON")
+        verb.set_defaults(command=("jobs", function))
+        return verb
+
+    listing = add("list", "list jobs, oldest first", "list_jobs")
+    listing.add_argument("--status", metavar="S,S", help="states, or the groups active and done")
+    listing.add_argument("--mine", action="store_true", help="only jobs with my comment")
+    add("get", "print one job", "get").add_argument("job", metavar="JOB")
+    waiting = add("wait", "wait until a job runs", "wait")
+    waiting.add_argument("job", metavar="JOB")
+    waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="(%(default)s)")
+    cancel = add("cancel", "cancel a job of mine", "cancel")
+    cancel.add_argument("job", metavar="JOB")
+    cancel.add_argument("--force", action="store_true", help="also a job with another comment")
+    logs = add("logs", "print a job's log", "logs")
+    logs.add_argument("job", metavar="JOB")
+    logs.add_argument("--follow", action="store_true", help="until the job has ended")
+    add("metrics", "print what the trainer measured", "metrics").add_argument("job", metavar="JOB")
+    add("checkpoints", "list a job's checkpoints", "checkpoints").add_argument("job", metavar="JOB")
+    export = add("export", "download a checkpoint", "export")
+    export.add_argument("job", metavar="JOB")
+    export.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help="default: the newest")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory")

@@ -6,11 +6,12 @@ reply that is cut off or cannot be read counts as lost.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +28,8 @@ from pilotage.wire.core import OCTET_STREAM
 _log = logging.getLogger(__name__)
 
 JSON = "application/json"
+_CREDENTIALS = ("Authorization", "X-Snowflake-Authorization-Token-Type")
+_TOKEN_TYPE = "PROGRAMMATIC_ACCESS_TOKEN"  # a value of the wire, not a secret
 _NEVER_OPENED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 _MAX_UNREADABLE = 5
 """Replies of one call that may be unreadable before the server, not the network, is held to be wrong."""
@@ -103,8 +106,7 @@ class Http:
         self._max_reply_bytes = max_reply_bytes
         headers = {"User-Agent": f"pilotage/{__version__}", "Accept-Encoding": "identity"}
         if connection.token is not None:
-            headers["Authorization"] = f"Bearer {connection.token.reveal()}"
-            headers["X-Snowflake-Authorization-Token-Type"] = "PROGRAMMATIC_ACCESS_TOKEN"
+            headers |= zip(_CREDENTIALS, (f"Bearer {connection.token.reveal()}", _TOKEN_TYPE), strict=True)
         self._client = httpx.AsyncClient(
             base_url=connection.origin,
             headers=headers,
@@ -145,6 +147,26 @@ class Http:
             _log.info("repeating %s in %.1f s: %s", call.name, wait_s, error)
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, patience.longest_s)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, url: str) -> AsyncGenerator[httpx.Response]:
+        """GET a URL that the service gave, read as it arrives, once. Elsewhere the token is not sent.
+
+        Raises:
+            httpx.TransportError: no reply, or not all of it.
+        """
+        target = httpx.URL(self.connection.origin).join(url)
+        is_ours = target.copy_with(raw_path=b"/") == httpx.URL(self.connection.origin).copy_with(
+            raw_path=b"/"
+        )
+        request = self._client.build_request("GET", target, timeout=httpx.Timeout(60.0, connect=10.0))
+        for name in () if is_ours else _CREDENTIALS:
+            request.headers.pop(name, None)
+        response = await self._client.send(request, stream=True)
+        try:
+            yield response
+        finally:
+            await response.aclose()
 
     async def _attempt[T](self, call: Call, decode: Callable[[Reply], T]) -> tuple[T | ServiceError, bool]:
         """Send once; return the result, or the error and whether the call may be sent again."""
