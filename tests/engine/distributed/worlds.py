@@ -1,5 +1,6 @@
 """Process groups for tests: ranks in processes of their own that stay up, and one rank in this process."""
 
+import multiprocessing as mp
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from pilotage.errors import PilotageError
 
@@ -19,7 +19,8 @@ class World:
     """Ranks that run the same module-level function at the same time."""
 
     def __init__(self, num_ranks: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # imports once, for all ranks
+        context.set_forkserver_preload(["tests.engine.distributed.rank_jobs"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]

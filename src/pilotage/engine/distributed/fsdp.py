@@ -201,7 +201,7 @@ class FsdpTrainer:
                 kept[name] = weight.cpu()
         return kept
 
-    def save_state(self, directory: Path, manifest: Manifest) -> None:
+    def save_state(self, directory: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
         """Write a complete checkpoint into a new directory; with LoRA the adapter alone.
 
         Raises:
@@ -210,12 +210,12 @@ class FsdpTrainer:
         if not self.is_lead:
             partial = self._from_lead(None)
             assert partial is not None
-            self._state.write(partial)
+            self._state.write(partial, weights_only=weights_only)
             return
 
         def write(partial: Path) -> None:
             self._from_lead(partial)
-            self._state.write(partial)
+            self._state.write(partial, weights_only=weights_only)
 
         try:
             write_checkpoint(directory, manifest, write)

@@ -89,11 +89,15 @@ class ClusterConfig:
 class RayEngine:
     """Implements `Engine` on a Ray cluster."""
 
-    def __init__(self, model_dir: Path, config: ClusterConfig, *, owns_ray: bool) -> None:
+    def __init__(self, model_dir: Path, config: ClusterConfig) -> None:
         """Not to be called: `open` is."""
         self._model_dir = model_dir
         self._config = config
-        self._owns_ray = owns_ray
+        self._owns_ray = False
+        given = config.stop_token_ids
+        self._stop_token_ids = eos_token_ids(model_dir) if given is None else given
+        if not self._stop_token_ids:
+            raise ConfigError(f"{model_dir} names no eos_token_id; give stop_token_ids")
         self._vocab_size: int = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
         self._placement: PlacementGroup | None = None
         self._ranks: list[Any] = []
@@ -118,11 +122,9 @@ class RayEngine:
                 the devices.
         """
         check_model_dir(model_dir)
-        owns_ray = not ray.is_initialized()
-        if owns_ray:
-            await asyncio.to_thread(ray.init, include_dashboard=False, log_to_driver=False)
-        engine = cls(model_dir, config, owns_ray=owns_ray)
+        engine = cls(model_dir, config)
         try:
+            await engine._connect()
             await engine._place()
             await engine._start()
             await engine._hand_over()
@@ -135,6 +137,11 @@ class RayEngine:
     def max_context_tokens(self) -> int:
         """Most tokens of prompt and completion together."""
         return self._config.max_context_tokens
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Ids that end a completion."""
+        return self._stop_token_ids
 
     @property
     def weights_version(self) -> int:
@@ -197,7 +204,7 @@ class RayEngine:
         """See `Trainer`. Ranks write their slices: all nodes must see `directory`."""
         async with self._verb:
             manifest = Manifest(weights_version=self._weights_version, is_published=self._is_published)
-            await self._on_ranks("save_state", directory, manifest)
+            await self._on_ranks("save_state", directory, manifest, weights_only=weights_only)
 
     async def load(self, directory: Path) -> None:
         """See `Trainer`. A plain model directory gives its weights, a fresh optimizer and version 0."""
@@ -218,6 +225,12 @@ class RayEngine:
         if self._owns_ray:
             await asyncio.to_thread(ray.shutdown)
             self._owns_ray = False
+
+    async def _connect(self) -> None:
+        """Use the cluster of this process, or start or join one."""
+        if not ray.is_initialized():
+            self._owns_ray = True
+            await asyncio.to_thread(ray.init, include_dashboard=False, log_to_driver=False)
 
     async def _place(self) -> None:
         """Reserve devices for all actors, or say what is missing."""
@@ -270,9 +283,6 @@ class RayEngine:
     def _start_replica(self, resources: dict[str, Any]) -> Any:
         """Start one sampler actor, which answers many calls at once."""
         config = self._config
-        stops = config.stop_token_ids if config.stop_token_ids is not None else eos_token_ids(self._model_dir)
-        if not stops:
-            raise ConfigError(f"{self._model_dir} names no eos_token_id; give stop_token_ids")
         options = {**resources, "max_concurrency": 4 * config.max_batch}
         if config.device == "cpu":
             return (
@@ -282,14 +292,14 @@ class RayEngine:
                     self._model_dir,
                     max_context_tokens=config.max_context_tokens,
                     max_batch=config.max_batch,
-                    stop_token_ids=stops,
+                    stop_token_ids=self._stop_token_ids,
                 )
             )
         settings = VllmSettings(
             model_dir=self._model_dir,
             max_context_tokens=config.max_context_tokens,
             max_batch=config.max_batch,
-            stop_token_ids=stops,
+            stop_token_ids=self._stop_token_ids,
             tensor_parallel=config.tensor_parallel,
             gpu_memory_utilization=0.4 if config.shares_gpus else 0.9,
             weight_backend="ipc" if config.shares_gpus else "nccl",
@@ -359,10 +369,10 @@ class RayEngine:
         [result, *_] = await self._together(refs)
         return result
 
-    async def _on_ranks(self, verb: str, *arguments: Any) -> list[Any]:
+    async def _on_ranks(self, verb: str, *arguments: Any, **named: Any) -> list[Any]:
         """Call a verb on every rank."""
         self._require_alive()
-        return await self._together([rank.call.remote(verb, *arguments) for rank in self._ranks])
+        return await self._together([rank.call.remote(verb, *arguments, **named) for rank in self._ranks])
 
     async def _together(self, refs: Sequence[Any]) -> list[Any]:
         """Wait for all ranks or replicas.

@@ -73,8 +73,8 @@ class ShardedState:
         """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def write(self, directory: Path) -> None:
-        """Write weights, config and moments into an existing directory."""
+    def write(self, directory: Path, *, weights_only: bool) -> None:
+        """Write weights, config and, unless `weights_only`, moments into an existing directory."""
         trained = self._trained()
         _write_tensors(
             directory,
@@ -88,7 +88,7 @@ class ShardedState:
             if parameter in self._optimizer.state
             for moment in _MOMENTS
         }
-        if moments:
+        if moments and not weights_only:
             _write_tensors(directory, OPTIMIZER_FILE, moments, self._group)
         if dist.get_rank() == 0:
             self._write_config(directory)

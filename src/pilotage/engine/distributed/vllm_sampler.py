@@ -119,6 +119,7 @@ def connect_vllm(settings: VllmSettings) -> VllmConnection:
         max_model_len=settings.max_context_tokens,
         max_num_seqs=settings.max_batch,
         tensor_parallel_size=settings.tensor_parallel,
+        distributed_executor_backend="mp",  # on the GPUs that its actor was given; Ray placed that
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
