@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.engine.models import random_ids
+from tests.engine.models import module_logprobs, random_ids
 from torch import Tensor
 
+from pilotage.engine import LocalEngine
 from pilotage.engine.logprobs import project
 from pilotage.engine.modules import load_module
 from pilotage.engine.trainer import TorchTrainer, split
 from pilotage.errors import TrainerError
-from pilotage.types import AdamParams, LossConfig, PolicyLoss, Reduction, Sample
+from pilotage.interfaces import Engine
+from pilotage.types import AdamParams, Denominators, LossConfig, PolicyLoss, Reduction, Sample
 
 CPU = torch.device("cpu")
 WIDE = LossConfig(policy_loss=PolicyLoss.GRPO, reduction=Reduction.TOKEN_MEAN, clip_low=0.2, clip_high=0.2)
@@ -248,3 +250,105 @@ def test_log_probs_in_chunks_are_those_of_all_logits_at_once() -> None:
     torch.testing.assert_close(chunked, whole)
     expected = torch.autograd.grad(whole.square().sum(), hidden)[0]
     torch.testing.assert_close(torch.autograd.grad(chunked.square().sum(), hidden)[0], expected)
+
+
+def test_pieces_of_a_batch_that_carry_its_counts_add_up_to_it(model_dirs: dict[str, Path]) -> None:
+    config = replace(WIDE, reduction=Reduction.SEQUENCE_MEAN)
+    whole, split_up = trainer_of(model_dirs["qwen3"]), trainer_of(model_dirs["qwen3"])
+    expected = whole.forward_backward(batch(), config)
+    counts = Denominators.of(batch())
+    ours, rest = [s for s in batch() if s.sequence_id in "ac"], [s for s in batch() if s.sequence_id in "bde"]
+
+    parts = [split_up.forward_backward(piece, config, denominators=counts) for piece in (ours, rest)]
+
+    assert sum(part.loss for part in parts) == pytest.approx(expected.loss, abs=1e-6)
+    np.testing.assert_allclose(gradient(split_up), gradient(whole), atol=1e-6)
+    # figures speak of the piece, not of the batch that it belongs to
+    assert [part.num_sequences for part in parts] == [2, 3]
+    assert sum(part.trained_tokens for part in parts) == expected.trained_tokens
+    assert split_up.step(AdamParams()).num_backwards == 2
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
+def test_a_sample_is_scored_as_the_module_predicts_it(
+    model_dirs: dict[str, Path], micro_batch_tokens: int
+) -> None:
+    samples = batch()
+    untrained = replace(samples[1], loss_mask=np.zeros(samples[1].token_ids.size, np.bool_))
+    samples = [samples[0], untrained, *samples[2:], samples[0]]
+    trainer = trainer_of(model_dirs["qwen3"], micro_batch_tokens=micro_batch_tokens)
+
+    scored = trainer.forward(samples, temperature=0.7)
+
+    for sample, logprobs in zip(samples, scored, strict=True):
+        ids = sample.token_ids.tolist()
+        table = module_logprobs(model_dirs["qwen3"], ids, temperature=0.7)
+        expected = np.array([0, *table[np.arange(len(ids) - 1), ids[1:]]])
+        assert logprobs.dtype == np.float32
+        np.testing.assert_allclose(logprobs, np.where(sample.loss_mask, expected, 0), atol=1e-5)
+    assert all(p.grad is None for p in trainer.module.parameters())
+
+
+def test_scoring_leaves_an_accumulated_gradient_as_it_is(model_dirs: dict[str, Path]) -> None:
+    trainer = trainer_of(model_dirs["qwen3"])
+    trainer.forward_backward(batch(), WIDE)
+    before = gradient(trainer)
+    trainer.forward(batch(), temperature=1.0)
+
+    assert np.array_equal(before, gradient(trainer))
+    assert trainer.step(AdamParams()).num_backwards == 1
+
+
+def test_reference_log_probs_that_a_sample_brings_replace_the_frozen_reference(
+    model_dirs: dict[str, Path],
+) -> None:
+    config = replace(WIDE, kl_coef=0.1)
+    own, given, mixed = (trainer_of(model_dirs["qwen3"]) for _ in range(3))
+    for trainer in (own, given, mixed):  # away from the reference, so that the term is not 0
+        trainer.forward_backward(batch(), WIDE)
+        trainer.step(AdamParams(learning_rate=1e-2))
+    scores = trainer_of(model_dirs["qwen3"]).forward(batch(), temperature=1.0)
+    brought = [replace(s, reference_logprobs=r) for s, r in zip(batch(), scores, strict=True)]
+    half = [replace(s, reference_logprobs=None) if i % 2 else s for i, s in enumerate(brought)]
+
+    expected = own.forward_backward(batch(), config)
+    assert expected.kl_to_reference is not None
+    assert expected.kl_to_reference > 1e-3
+    for trainer, samples in ((given, brought), (mixed, half)):
+        result = trainer.forward_backward(samples, config)
+        assert result.kl_to_reference == pytest.approx(expected.kl_to_reference, rel=1e-4)
+        np.testing.assert_allclose(gradient(trainer), gradient(own), atol=1e-6)
+
+    twice = [
+        replace(s, reference_logprobs=r + np.float32(1) * s.loss_mask)
+        for s, r in zip(batch(), scores, strict=True)
+    ]
+    moved = given.forward_backward(twice, config).kl_to_reference
+    assert moved is not None
+    assert moved > 2 * expected.kl_to_reference
+
+
+def test_on_policy_behaviour_is_not_read_and_its_gap_not_measured(model_dirs: dict[str, Path]) -> None:
+    config = replace(WIDE, on_policy=True)
+    one, other = trainer_of(model_dirs["qwen3"]), trainer_of(model_dirs["qwen3"])
+    noise = [replace(s, sampler_logprobs=s.sampler_logprobs * np.float32(9)) for s in batch()]
+
+    result = one.forward_backward(batch(), config)
+    other.forward_backward(noise, config)
+
+    assert np.array_equal(gradient(one), gradient(other))
+    assert (result.logprob_gap_mean, result.clip_fraction) == (None, None)
+
+
+async def test_the_local_engine_scores_and_takes_pieces_as_an_engine_does(engine: LocalEngine) -> None:
+    held: Engine = engine
+    counts = Denominators(trained_tokens=1000, num_sequences=50)
+    small = await held.forward_backward(batch(), WIDE, denominators=counts)
+    whole = await held.forward_backward(batch(), WIDE)
+    assert small.loss == pytest.approx(whole.loss * whole.trained_tokens / 1000, rel=1e-6)
+
+    before = await held.forward(batch(), temperature=1.0)
+    await held.step(AdamParams(learning_rate=1e-2))
+    after = await held.forward(batch(), temperature=1.0)
+    assert held.weights_version == 0  # scores are those of the trainer, published or not
+    assert max(float(np.abs(a - b).max()) for a, b in zip(before, after, strict=True)) > 1e-3
