@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(commands)
     _add_reading(commands)
     _add_service(commands)
+    _add_service_clients(commands)
     data = commands.add_parser("data", help="make tasks").add_subparsers(metavar="KIND", required=True)
     demo = data.add_parser("demo", help="localization tasks from installed packages")
     demo.add_argument("--out", type=Path, required=True, help="new directory: train/ and held_out/ go there")

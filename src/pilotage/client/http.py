@@ -155,10 +155,9 @@ class Http:
         Raises:
             httpx.TransportError: no reply, or not all of it.
         """
-        target = httpx.URL(self.connection.origin).join(url)
-        is_ours = target.copy_with(raw_path=b"/") == httpx.URL(self.connection.origin).copy_with(
-            raw_path=b"/"
-        )
+        origin = httpx.URL(self.connection.origin)
+        target = origin.join(url)
+        is_ours = (target.scheme, target.host, target.port) == (origin.scheme, origin.host, origin.port)
         request = self._client.build_request("GET", target, timeout=httpx.Timeout(60.0, connect=10.0))
         for name in () if is_ours else _CREDENTIALS:
             request.headers.pop(name, None)
