@@ -20,7 +20,7 @@ from pilotage.errors import ConfigError, TrainerError
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST_FILE = "trainer_state.json"
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def save_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.op
     for name, parameter in module.named_parameters():
         state = optimizer.state.get(parameter)
         if state:
-            tensors |= {f"{name}/{moment}": state[moment].contiguous() for moment in _MOMENTS}
+            tensors |= {f"{name}/{moment}": stored(moment, state[moment]) for moment in MOMENTS}
     save_file(tensors, directory / OPTIMIZER_FILE)
 
 
@@ -86,12 +86,20 @@ def load_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.op
         return
     tensors = load_file(path)
     for name, parameter in module.named_parameters():
-        moments = {moment: tensors.get(f"{name}/{moment}") for moment in _MOMENTS}
+        moments = {moment: tensors.get(f"{name}/{moment}") for moment in MOMENTS}
         if moments["step"] is not None:
             optimizer.state[parameter] = {
-                key: value if key == "step" or value is None else value.to(parameter.device)
+                key: value.reshape(()) if key == "step" else value.to(parameter.device)
                 for key, value in moments.items()
+                if value is not None
             }
+
+
+def stored(moment: str, value: Tensor) -> Tensor:
+    """Return a moment as a file holds it: a step count as one element, because joining files of several
+    ranks loses tensors without a dimension.
+    """
+    return value.reshape(1) if moment == "step" else value.contiguous()
 
 
 def _sync(path: Path) -> None:

@@ -62,7 +62,6 @@ def cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         _temp_dir=str(directory),
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}},
     )
     assert processes_of(directory)
     yield

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import PreTrainedModel
 
-from pilotage.engine.checkpoint import OPTIMIZER_FILE
+from pilotage.engine.checkpoint import MOMENTS, OPTIMIZER_FILE, stored
 from pilotage.engine.distributed.sharding import LoraOptions, adapter_names
 from pilotage.engine.modules import load_module
 from pilotage.engine.policy import copy_tokenizer
@@ -29,7 +29,6 @@ from pilotage.types import AdamParams
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _JOINED_FILE = "model-00001-of-00001.safetensors"
 
 
@@ -83,10 +82,10 @@ class ShardedState:
             self._group,
         )
         moments = {
-            f"{self._names[name]}/{moment}": self._optimizer.state[parameter][moment]
+            f"{self._names[name]}/{moment}": stored(moment, self._optimizer.state[parameter][moment])
             for name, parameter in trained.items()
             if parameter in self._optimizer.state
-            for moment in _MOMENTS
+            for moment in MOMENTS
         }
         if moments and not weights_only:
             _write_tensors(directory, OPTIMIZER_FILE, moments, self._group)
@@ -135,7 +134,7 @@ class ShardedState:
                 "step": torch.zeros(()),
             }
             self._optimizer.state[parameter] = state
-            tensors |= {f"{key}/{moment}": value for moment, value in state.items()}
+            tensors |= {f"{key}/{moment}": stored(moment, value) for moment, value in state.items()}  # views
         _read_tensors(directory, tensors, self._group)
 
     def _write_config(self, directory: Path) -> None:
