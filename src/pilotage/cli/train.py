@@ -31,7 +31,9 @@ async def train(arguments: argparse.Namespace) -> int:
         observer.say(f"{len(train_tasks)} training tasks, {len(held_out)} held out; starting workers")
         async with (
             _terminable(),
-            open_stack(recipe, model=recipe.policy.model, trials_directory=path / "trials") as stack,
+            open_stack(
+                recipe, model=recipe.policy.model, trials_directory=path / "trials", run_directory=path
+            ) as stack,
         ):
             loop = SynchronousLoop(
                 trainer=stack.engine,

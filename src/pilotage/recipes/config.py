@@ -83,17 +83,40 @@ class RolloutSettings(_Section):
     """Whether Harbor's trial directories stay."""
 
 
+class JobSettings(_Section):
+    """The job of `backend = "cortex"`. Which service and which token is never in a recipe: `pilotage login`
+    or the environment says."""
+
+    model_name: str | None = None
+    """The policy's name at the service; absent is the name of `policy.model`'s directory."""
+    hardware: Literal["H200", "B200", "B300"] = "H200"
+    """Kind of GPU."""
+    training_gpus: int = Field(default=1, ge=1)
+    """GPUs of the trainer."""
+    sampling_gpus: int = Field(default=1, ge=1)
+    """GPUs of the sampler."""
+    startup_timeout_s: float = Field(default=1800.0, gt=0)
+    """A job that does not run after so long is cancelled."""
+    lease_s: float = Field(default=60.0, ge=5, le=86_400)
+    """A job whose driver is silent for so long is cancelled by the service."""
+    idle_timeout_s: int = Field(default=1800, ge=0)
+    """A job that nobody uses for so long is reclaimed; 0 never is."""
+    comment: str | None = None
+    """Marks the job as yours; absent is ARCTIC_CORTEX_JOB_COMMENT, or user and host."""
+
+
 class Recipe(_Section):
     """A whole experiment."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Of the experiment; runs are named after it."""
-    backend: Literal["local"] = "local"
-    """Where trainer and sampler are: `local` is this process."""
+    backend: Literal["local", "cortex"] = "local"
+    """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service."""
     policy: PolicySettings
     tasks: TaskSettings = TaskSettings()
     rollouts: RolloutSettings = RolloutSettings()
     loop: LoopSettings = LoopSettings()
+    job: JobSettings = JobSettings()
 
     def resolved(self) -> dict[str, Any]:
         """Return plain values for TOML: what is absent is left out."""

@@ -4,22 +4,34 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pilotage.engine import LocalEngine
-from pilotage.interfaces import Sampler
+from pilotage.client import JobPlan, open_engine, resolve_connection
+from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
 from pilotage.rendering import TemplateRenderer, load_renderer
 from pilotage.rollouts import AgentChoice, Deadlines, EnvironmentChoice, HarborRunner, RunnerSettings
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
+from pilotage.wire.jobs import (
+    CreateJobBody,
+    EngineSizes,
+    InferenceConfig,
+    JobExtras,
+    OptimizerConfig,
+    SubJobBody,
+    TrainingConfig,
+)
+
+if TYPE_CHECKING:
+    from pilotage.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """What a command works with while it is open."""
 
-    engine: LocalEngine
+    engine: Engine
     renderer: TemplateRenderer
     runner: HarborRunner
 
@@ -62,8 +74,10 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
     )
 
 
-async def open_engine(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> LocalEngine:
+async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":
     """Open the local engine on `model` with the recipe's sizes."""
+    from pilotage.engine import LocalEngine  # imports torch, which a driver of a service does without
+
     policy = recipe.policy
     return await LocalEngine.open(
         model,
@@ -73,6 +87,73 @@ async def open_engine(recipe: Recipe, model: Path, renderer: TemplateRenderer) -
         trainer_threads=policy.trainer_threads,
         micro_batch_tokens=policy.micro_batch_tokens,
     )
+
+
+def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | None) -> JobPlan:
+    """Return the job that a recipe's run needs: one trainer, one sampler, all that the run will ask."""
+    policy, job, loop = recipe.policy, recipe.job, recipe.loop
+    model = job.model_name or policy.model.name
+    optimizer = loop.optimizer
+    training = TrainingConfig(
+        optimizer=OptimizerConfig(
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        ),
+        gradient_clipping=optimizer.max_grad_norm,
+        max_seq_len=policy.max_context_tokens,
+        train_batch_size=loop.tasks_per_step * loop.group_size,
+        n_gpus=job.training_gpus,
+    )
+    sampling = InferenceConfig(max_seq_len=policy.max_context_tokens, n_gpus=job.sampling_gpus)
+    sizes = EngineSizes(
+        max_batch=policy.max_batch,
+        micro_batch_tokens=policy.micro_batch_tokens,
+        trainer_threads=policy.trainer_threads,
+        stop_token_ids=renderer.stop_token_ids,
+    )
+    body = CreateJobBody(
+        sub_job_configs=(
+            SubJobBody(job_type="training", model_name=model, training_config=training),
+            SubJobBody(job_type="sampling", model_name=model, inference_config=sampling),
+        ),
+        hardware=job.hardware,
+        idle_timeout_seconds=job.idle_timeout_s,
+        comment=job.comment,
+    )
+    return JobPlan(
+        body=body.model_copy(update={"extras": JobExtras(lease_s=job.lease_s, engine=sizes)}),
+        loss=loop.loss,
+        adam=optimizer,
+        sampling=loop.sampling,
+        startup_timeout_s=job.startup_timeout_s,
+        run_directory=run_directory,
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_backend(
+    recipe: Recipe, model: Path, renderer: TemplateRenderer, run_directory: Path | None
+) -> AsyncGenerator[Engine]:
+    """Open the recipe's trainer and sampler on `model`, this process's or a service's.
+
+    Args:
+        model: the recipe's, or a checkpoint of a run (of the same backend).
+        run_directory: gets the id of the service's job.
+    """
+    if recipe.backend == "local":
+        engine = await open_local(recipe, model, renderer)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+        return
+    async with open_engine(resolve_connection(), job_plan(recipe, renderer, run_directory)) as remote:
+        if model != recipe.policy.model:
+            await remote.load(model)
+            await remote.publish()
+        yield remote
 
 
 @contextlib.asynccontextmanager
@@ -87,16 +168,18 @@ async def open_runner(
 
 
 @contextlib.asynccontextmanager
-async def open_stack(recipe: Recipe, *, model: Path, trials_directory: Path) -> AsyncGenerator[Stack]:
+async def open_stack(
+    recipe: Recipe, *, model: Path, trials_directory: Path, run_directory: Path | None = None
+) -> AsyncGenerator[Stack]:
     """Open engine, proxy and runner for a recipe; all of it is gone when the context ends.
 
     Raises:
-        ConfigError: the model, its template or the sandbox cannot be used.
+        ConfigError: the model, its template, the sandbox or the service's connection cannot be used.
+        ServiceError: the service refused the job, or the job failed.
     """
     renderer = load_renderer(recipe.policy.model, enable_thinking=recipe.policy.enable_thinking)
-    engine = await open_engine(recipe, model, renderer)
-    try:
-        async with open_runner(recipe, engine, renderer, trials_directory) as runner:
-            yield Stack(engine=engine, renderer=renderer, runner=runner)
-    finally:
-        await engine.close()
+    async with (
+        open_backend(recipe, model, renderer, run_directory) as engine,
+        open_runner(recipe, engine, renderer, trials_directory) as runner,
+    ):
+        yield Stack(engine=engine, renderer=renderer, runner=runner)

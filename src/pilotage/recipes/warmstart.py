@@ -25,7 +25,7 @@ from pilotage.engine import LocalEngine, PolicyConfig, create_policy
 from pilotage.errors import ConfigError
 from pilotage.recipes.config import Recipe
 from pilotage.recipes.demonstrations import DemonstrationSampler
-from pilotage.recipes.stack import open_engine, open_runner
+from pilotage.recipes.stack import open_local, open_runner
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
 from pilotage.rendering import TokenizerFile, load_renderer
 from pilotage.rollouts.code_search import search_command, search_result
@@ -239,7 +239,7 @@ async def warm_start(recipe: Recipe, out: Path, *, report: Report) -> None:
     report(f"demonstrations: {len(samples)} scripted rollouts")
     create_policy(initial, config=POLICY, tokenizer_dir=tokenizer_dir, seed=recipe.loop.seed)
     renderer = load_renderer(initial)
-    engine = await open_engine(recipe, initial, renderer)
+    engine = await open_local(recipe, initial, renderer)
     try:
         tokenizer = TokenizerFile.load(initial)
         await train_warm_start(engine, samples, tokenizer, vocab_size, seed=recipe.loop.seed, report=report)

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from pilotage.service.refusals import Refusal
-from pilotage.wire.chunks import ChunkDescriptor, join_chunks, read_descriptor
+from pilotage.wire.chunks import ChunkDescriptor, ChunkKind, join_chunks, read_descriptor
 from pilotage.wire.core import ErrorCode
 
 _MAX_OPEN_BYTES = 2 * 2**30
@@ -56,7 +56,7 @@ class ChunkGroups:
         if descriptor is None:
             return Received(group_id=None, frame=body)
         group_id = descriptor.chunk_group_id
-        if descriptor.kind != "request" or group_id is None or descriptor.operation != operation:
+        if descriptor.kind is not ChunkKind.REQUEST or group_id is None or descriptor.operation != operation:
             raise Refusal(ErrorCode.INVALID, f"the chunk is not one of a {operation} request")
         if descriptor.total_chunks > _MAX_CHUNKS:
             raise Refusal(ErrorCode.TOO_LARGE, f"at most {_MAX_CHUNKS} chunks, got {descriptor.total_chunks}")
@@ -96,7 +96,7 @@ class ChunkGroups:
         if missing:
             return Received(group_id=group_id, frame=None)
         del self._open[group_id]
-        frame = join_chunks([group.chunks[i] for i in range(len(group.chunks))], kind="request")
+        frame = join_chunks([group.chunks[i] for i in range(len(group.chunks))], kind=ChunkKind.REQUEST)
         self._finished[group_id] = descriptor.frame_sha256
         return Received(group_id=group_id, frame=frame)
 

@@ -4,10 +4,11 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+import orjson
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,6 +28,7 @@ from pilotage.wire.core import (
     SaveBody,
 )
 from pilotage.wire.frames import decode_frame, encode_frame
+from pilotage.wire.records import record_from_json, record_to_json
 from pilotage.wire.samples import (
     pack_completion,
     pack_logprobs,
@@ -38,7 +40,6 @@ from pilotage.wire.samples import (
 SOURCE_HEADER = "x-pilotage-source"
 """Set by the front on loads: the directory of the job whose checkpoint is read."""
 MAX_WAIT_S = 30.0
-_ADAM = TypeAdapter(AdamParams)
 _INLINE_BYTES = 2**18
 """Smaller frames are decoded on the loop: a thread costs more."""
 
@@ -101,13 +102,13 @@ class CoreRoutes:
         async def work() -> Reply:
             samples, loss, denominators = await _in_thread(body, lambda: unpack_samples(decode_frame(body)))
             result = await self._host.forward_backward(samples, loss, denominators)
-            return json_reply(_json(result))
+            return Reply(content=record_to_json(result))
 
         return work
 
     def _step(self, body: bytes, request: Request) -> Work:
         async def work() -> Reply:
-            return json_reply(_json(await self._host.step(_parse_adam(body))))
+            return Reply(content=record_to_json(await self._host.step(_adam(body))))
 
         return work
 
@@ -167,8 +168,15 @@ async def _outcome(operation: Operation, wait_s: float) -> Response:
     return Response(operation.reply.content, media_type=operation.reply.media_type)
 
 
-def _json(result: Any) -> str:
-    return TypeAdapter(type(result)).dump_json(result).decode()
+def _adam(body: bytes) -> AdamParams:
+    """Read the parameters of a step: all of them, so that none is silently a default of the server's."""
+    params = record_from_json(AdamParams, body)
+    missing = [field.name for field in fields(AdamParams) if field.name not in orjson.loads(body)]
+    if missing:
+        raise Refusal(
+            ErrorCode.INVALID, f"a step names all Adam parameters; missing {missing[0]}", path=missing[0]
+        )
+    return params
 
 
 def parse[T: BaseModel](body_type: type[T], body: bytes) -> T:
@@ -181,25 +189,6 @@ def parse[T: BaseModel](body_type: type[T], body: bytes) -> T:
         return body_type.model_validate_json(body or b"{}")
     except ValidationError as error:
         raise invalid(error) from None
-
-
-def _parse_adam(body: bytes) -> AdamParams:
-    """Read all Adam parameters; none has a default here, so that none is silently the server's."""
-    try:
-        params = _ADAM.validate_json(body, extra="forbid")
-    except ValidationError as error:
-        raise invalid(error) from None
-    values = (
-        params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay,
-        params.max_grad_norm,
-    )  # fmt: skip
-    is_sound = (
-        all(math.isfinite(value) and value >= 0 for value in values)
-        and params.beta1 < 1 and params.beta2 < 1 and params.eps > 0
-    )  # fmt: skip
-    if not is_sound:
-        raise Refusal(ErrorCode.INVALID, f"no usable Adam parameters: {params}")
-    return params
 
 
 def _operation_id(request: Request) -> str:

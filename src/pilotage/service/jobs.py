@@ -472,15 +472,12 @@ class Jobs:
         return path
 
     def _source_checkpoint(self, place: Place, body: CreateJobBody) -> Path | None:
-        sources = {
-            s.source_checkpoint_info for s in body.sub_job_configs if s.source_checkpoint_info is not None
-        }
+        sources = [s.source_checkpoint_info for s in body.sub_job_configs if s.source_checkpoint_info]
         if not sources:
             return None
-        if len(sources) > 1:
+        source = sources[0]
+        if any(other != source for other in sources):
             raise Refusal(ErrorCode.INVALID, "the sub-jobs start from different checkpoints")
-        source = sources.pop()
-        assert source is not None
         checkpoints = self.checkpoints_of(self.get(place, source.source_job_id))
         checkpoints.get(source.checkpoint_id)
         return checkpoints.path_of(source.checkpoint_id)

@@ -17,6 +17,7 @@ from hashlib import sha256
 
 from pilotage.errors import (
     ContextExceededError,
+    InvalidBodyError,
     PilotageError,
     SamplerError,
     TrainerError,
@@ -275,7 +276,8 @@ def error_body(error: PilotageError) -> ErrorBody:
         return ErrorBody(code=ErrorCode.SAMPLER_ERROR, message=str(error), retryable=error.retryable)
     if isinstance(error, TrainerError):
         return ErrorBody(code=ErrorCode.TRAINER_ERROR, message=str(error))
-    return ErrorBody(code=ErrorCode.INVALID, message=str(error))
+    path = error.path if isinstance(error, InvalidBodyError) else None
+    return ErrorBody(code=ErrorCode.INVALID, message=str(error), path=path or None)
 
 
 def _size(operation: Operation) -> int:

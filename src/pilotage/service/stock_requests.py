@@ -14,7 +14,7 @@ import orjson
 
 from pilotage.service.operations import Operation
 from pilotage.service.refusals import Refusal
-from pilotage.wire.chunks import split_frame
+from pilotage.wire.chunks import ChunkKind, split_frame
 from pilotage.wire.core import ErrorCode
 
 _STATUS = {"waiting": "pending", "running": "running", "done": "completed", "failed": "failed",
@@ -71,7 +71,7 @@ def _result(operation: Operation, position: int) -> dict[str, Any]:
         payload = base64.b64encode(content).decode()
         envelope = {"content_type": "application/octet-stream", "encoding": "base64", "wire_format": "DSSST1"}
         return {"result": envelope | {"payload_b64": payload}}
-    chunks = split_frame(content, kind="result", max_bytes=_CHUNK_BYTES)
+    chunks = split_frame(content, kind=ChunkKind.RESULT, max_bytes=_CHUNK_BYTES)
     if position >= len(chunks):
         return {"events": []}
     chunk = chunks[position]

@@ -11,6 +11,7 @@ import binascii
 import math
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +37,9 @@ from pilotage.wire.core import (
     SaveBody,
 )
 from pilotage.wire.frames import decode_frame, encode_frame
-from pilotage.wire.grpo import from_stock, read_rows, to_rows
+from pilotage.wire.grpo import from_stock, read_rows
 from pilotage.wire.jobs import sub_job_ids
+from pilotage.wire.rows import to_rows
 
 
 class StepBody(Closed):
@@ -118,7 +120,7 @@ class StockRoutes:
             if batch.wants_logprobs:
                 logprobs = await self._host.engine.forward(batch.samples, temperature=batch.loss.temperature)
             result = await self._host.forward_backward(batch.samples, batch.loss, batch.denominators)
-            reply = {
+            reply: dict[str, Any] = {
                 "job_id": self._host.spec.job_id,
                 "avg_loss": result.loss,
                 "metrics": _stock_metrics(result),
@@ -135,8 +137,6 @@ class StockRoutes:
         body = parse(StepBody, raw := await request.body())
         params = self._host.adam_defaults
         if body.learning_rate is not None:
-            from dataclasses import replace
-
             params = replace(params, learning_rate=body.learning_rate)
 
         async def work() -> Reply:

@@ -1,5 +1,6 @@
 """What a trainer is asked and what it answers: the verbs forward_backward and step."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -109,6 +110,13 @@ class AdamParams:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     """Global norm that gradients are clipped to; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        values = (self.learning_rate, self.beta1, self.beta2, self.weight_decay, self.max_grad_norm)
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            raise ValueError(f"Adam parameters are finite and not negative, got {self}")
+        if self.beta1 >= 1 or self.beta2 >= 1 or not 0 < self.eps < math.inf:
+            raise ValueError(f"beta1 < 1, beta2 < 1 and eps > 0; got {self.beta1}, {self.beta2}, {self.eps}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
