@@ -224,7 +224,6 @@ def test_what_a_frame_cannot_hold_is_refused_with_its_path(tree: object, message
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.timeout(60)
 def test_a_tree_that_unfolds_without_end_is_refused() -> None:
     with pytest.raises(WireError, match="more than 2000000 lists and dicts"):
         encode_frame(bomb())  # pyright: ignore[reportArgumentType]
