@@ -218,9 +218,9 @@ class RayEngine:
         """End all actors, and the cluster where the engine started it; calls that wait fail."""
         if self._failure is None:
             self._failure = TrainerError("the engine was closed")
-            ends = [asyncio.ensure_future(_plain(replica.close.remote())) for replica in self._replicas]
-            if ends:
-                await asyncio.wait(ends, timeout=_CLOSE_S)  # a replica that is lost or stuck is ended below
+            ends = [_plain(replica.close.remote()) for replica in self._replicas]
+            # A replica that is lost or stuck is ended below.
+            await asyncio.wait([asyncio.gather(*ends, return_exceptions=True)], timeout=_CLOSE_S)
             self._kill()
         if self._owns_ray:
             await asyncio.to_thread(ray.shutdown)
@@ -260,7 +260,7 @@ class RayEngine:
             self._start_replica(self._resources(first + number, gpus=shared * config.tensor_parallel))
             for number in range(config.sampler_replicas)
         ]
-        meeting = await self._ranks[0].listen.remote()
+        [meeting] = await self._together([self._ranks[0].listen.remote()])
         await self._together(
             [
                 rank.join.remote(meeting, self._model_dir, config.trainer, config.device)
@@ -311,7 +311,7 @@ class RayEngine:
 
     async def _open_channel(self) -> None:
         """Let ranks and replicas join one weight transfer."""
-        meeting = await self._ranks[0].free_port.remote()
+        [meeting] = await self._together([self._ranks[0].free_port.remote()])
         channel = Channel(
             backend="ipc" if self._config.shares_gpus else "nccl",
             address=meeting.address,
@@ -328,7 +328,11 @@ class RayEngine:
             await self._send_to_torch()
         is_exact = self._config.trainer.compute_dtype == "float32"
         for number in self._router.replicas:
-            samples = await probe(_Remote(self._replicas[number]), vocab_size=self._vocab_size)
+            try:
+                samples = await probe(_Remote(self._replicas[number]), vocab_size=self._vocab_size)
+            except RayActorError:
+                self._router.lose(number)
+                continue
             scored: list[Logprobs] = await self._on_batch("forward", samples, temperature=1.0)
             check(
                 samples,
@@ -336,6 +340,8 @@ class RayEngine:
                 version=self._weights_version,
                 tolerance=TOLERANCE_FLOAT32 if is_exact else TOLERANCE_BFLOAT16,
             )
+        if not self._router.replicas:
+            raise self._fail("the last sampler replica was lost")
 
     async def _send_to_vllm(self) -> None:
         """Freeze all replicas, transfer, and go on. Replicas share one channel, so none may be missing."""
@@ -356,8 +362,6 @@ class RayEngine:
                 await replica.resume.remote(self._weights_version)
             except RayActorError:
                 self._router.lose(number)
-        if not self._router.replicas:
-            raise self._fail("the last sampler replica was lost")
 
     async def _on_batch(self, verb: str, samples: Sequence[Sample], *arguments: Any, **named: Any) -> Any:
         """Call a verb whose samples only rank 0 is given, and return rank 0's result."""
