@@ -35,16 +35,17 @@ _CLASS_OF_STATUS: dict[int, type[ServiceError]] = {
     409: ConflictError,
     410: JobFailedError,
 }
-_OUTCOMES = frozenset(
+_FINAL = frozenset(
     {
         ErrorCode.CONTEXT_EXCEEDED,
         ErrorCode.WEIGHTS_CHANGING,
         ErrorCode.SAMPLER_ERROR,
         ErrorCode.TRAINER_ERROR,
         ErrorCode.ENGINE_LOST,
+        ErrorCode.CAPACITY,
     }
 )
-"""Codes that the engine gave to an operation: repeating the same operation gives the same again."""
+"""Codes of an answer that stands: of an operation's outcome, or of a job that can never be placed."""
 _TRANSIENT_STATUSES = frozenset({429, 502, 503, 504})
 
 
@@ -74,7 +75,7 @@ def error_of(response: httpx.Response, content: bytes, *, call: str) -> ServiceE
 def may_repeat(response: httpx.Response, content: bytes) -> bool:
     """Return whether the same call, sent again as it is, may succeed."""
     body = _error_body(content)
-    if body.get("code") in _OUTCOMES:
+    if body.get("code") in _FINAL:
         return False
     retryable = body.get("retryable")
     if isinstance(retryable, bool):
