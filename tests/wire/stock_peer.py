@@ -81,7 +81,7 @@ def _make_tensor(draw: random.Random, made: list[Any]) -> Any:
         return draw.choice(made)  # the same storage twice
     dtype = getattr(torch, draw.choice(list(NAMES)))
     shape = draw.choice(SHAPES)
-    wide = draw.random() < 0.3
+    wide = bool(shape) and draw.random() < 0.3
     base = [2 * length for length in shape] if wide else list(shape)
     count = int(torch.tensor(base, dtype=torch.int64).prod()) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
