@@ -157,12 +157,16 @@ async def lose_a_sampler(engine: RayEngine) -> None:
     assert await engine.publish() == 3
 
 
+async def train_for_ever(engine: RayEngine) -> None:
+    while True:
+        await engine.forward_backward(batch(1), LossConfig())
+
+
 async def lose_a_rank(engine: RayEngine) -> None:
     ray.kill(engine._ranks[1])
     async with asyncio.timeout(30):
         with pytest.raises(TrainerError, match=r"the engine is lost: .*last checkpoint"):
-            while True:  # a rank is killed a moment after it was asked for
-                await engine.forward_backward(batch(1), LossConfig())
+            await train_for_ever(engine)  # a rank is killed a moment after it was asked for
     with pytest.raises(TrainerError, match="the engine is lost"):
         await engine.step(ADAM)
     with pytest.raises(TrainerError, match="the engine is lost"):
