@@ -1,14 +1,14 @@
 """States of a job: who gets GPUs when, and every way in which a job ends."""
 
 import asyncio
-import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
 from tests.service.rig import PREFIX, Rig, batch, job_body, rig, step_body
 
 from pilotage.processes import ProcessIdentity, is_running
-from pilotage.wire.jobs import JobStatus
 
 
 class Clock:
@@ -47,7 +47,7 @@ async def test_a_job_goes_from_pending_to_running_and_cancelling_frees_its_gpus(
         job = (await service.http.get(f"{PREFIX}/{job_id}")).json()
         assert (job["status"], job["reason"]) == ("cancelled", "cancelled by its owner")
         assert await capacity(service) == (0, 0, 8)
-        assert not is_running(engine)
+        assert not os.path.exists(f"/proc/{engine.pid}")  # noqa: ASYNC240 - not even as a zombie
 
 
 async def test_jobs_wait_in_order_and_a_small_one_does_not_overtake(tmp_path: Path) -> None:
@@ -146,9 +146,6 @@ async def test_a_front_that_was_killed_finds_its_engines_and_their_outcomes_agai
 
 
 async def test_a_front_that_was_killed_reports_engines_that_died_meanwhile(tmp_path: Path) -> None:
-    import os
-    import signal
-
     async with rig(tmp_path, ends_jobs=False) as service:
         job_id = await service.running()
         engine = process_of(service, job_id)
@@ -189,10 +186,3 @@ async def test_cancelling_while_the_engine_opens_ends_it_at_once(tmp_path: Path)
         await service.until(failed)
         conflict = await service.http.post(f"{PREFIX}/{failed}:cancel")
         assert conflict.status_code == 409
-
-
-async def test_no_state_is_left_that_is_none_of_the_seven() -> None:
-    with contextlib.suppress(StopIteration):
-        assert {status.value for status in JobStatus} == {
-            "pending", "placing", "initializing", "running", "failed", "cancelled", "terminated",
-        }  # fmt: skip

@@ -447,3 +447,14 @@ def test_losses_over_the_wire_are_those_of_the_public_package() -> None:
         assert result.loss == pytest.approx(expected["loss"], abs=1e-5), tree["processing"]
         for got, wanted in zip(gradient, expected["gradient"], strict=True):
             assert got.tolist() == pytest.approx(wanted, abs=1e-5), tree["processing"]
+
+
+def test_the_frame_of_a_forward_backward_can_be_scored_as_it_is() -> None:
+    ids = np.arange(1, 9).reshape(2, 4)
+    context = {"advantages": np.ones((2, 4), np.float32), "loss_mask": np.ones((2, 4), np.bool_)}
+    config: dict[str, Any] = {"eps_clip": 0.1}
+    processing: dict[str, Any] = {"loss_fn": "grpo", "config": config, "post": ["compute_logprobs"]}
+    rows = read_rows({"args": (), "kwargs": {"input_ids": ids}, "context": context, "processing": processing})
+    assert [sample.loss_mask.tolist() for sample in rows.samples] == [[False, True, True, True]] * 2
+    with pytest.raises(InvalidBodyError, match=r"context\.advantage: unknown key"):
+        read_rows({"kwargs": {"input_ids": ids}, "context": {"advantage": context["advantages"]}})

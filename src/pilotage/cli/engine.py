@@ -3,9 +3,12 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from pilotage.errors import TemplateError
 from pilotage.interfaces import Engine
+from pilotage.rendering import load_renderer
 from pilotage.service.engine_host import JobSpec
 from pilotage.service.engine_process import serve_engine
 
@@ -19,10 +22,18 @@ async def open_local(spec: JobSpec) -> Engine:
         spec.model_dir,
         max_context_tokens=spec.body.max_context_tokens,
         max_batch=sizes.max_batch,
-        stop_token_ids=sizes.stop_token_ids,
+        stop_token_ids=sizes.stop_token_ids or _stops_of_template(spec.model_dir),
         trainer_threads=sizes.trainer_threads,
         micro_batch_tokens=sizes.micro_batch_tokens,
     )
+
+
+def _stops_of_template(model_dir: Path) -> Sequence[int] | None:
+    """Return what ends a turn in the model's chat template; None leaves it to the model's own config."""
+    try:
+        return load_renderer(model_dir).stop_token_ids
+    except TemplateError:
+        return None
 
 
 def main() -> None:

@@ -70,6 +70,8 @@ class Engine:
         if identify(group) in (None, self.address.process):
             _signal_group(group, signal.SIGKILL)
         await self._wait_gone(_TERMINATE_S)
+        if self._child is not None:
+            await asyncio.to_thread(self._child.wait)  # else its entry stays in the process table
         await self.http.aclose()
         shutil.rmtree(self.address.socket.parent, ignore_errors=True)
 

@@ -64,6 +64,9 @@ _UNSUPPORTED_PREFIXES = (
     "teacher_", "kd_", "echo_", "aux_ce_", "ratio_", "prob_diff_mask_", "seq_mask_", "log_ratio_",
 )  # fmt: skip
 _COUNT_KEYS = ("dp_size", "batch_num_tokens", "global_batch_size")
+_LOSS_PARTS = (
+    "advantages", "loss_mask", "old_log_probs_shifted", "ref_log_probs_shifted", *_COUNT_KEYS
+)  # fmt: skip
 
 
 class _GrpoConfig(BaseModel):
@@ -155,6 +158,9 @@ def from_stock(tree: Tree) -> StockBatch:
 def read_rows(tree: Tree) -> StockRows:
     """Translate the decoded frame of a forward.
 
+    Every token but the first of a row is scored. What only a loss reads may be there, so that a client can
+    send the frame of its forward-backward, and is not read.
+
     Raises:
         InvalidBodyError: it is no rows of token ids, or asks for more than log-probs.
     """
@@ -164,6 +170,9 @@ def read_rows(tree: Tree) -> StockRows:
     rows = read_token_rows(kwargs, context)
     temperature = _temperature(rows, kwargs)
     _posts(processing)
+    for fields, keys in ((kwargs, ("labels",)), (context, _LOSS_PARTS), (processing, ("loss_fn", "config"))):
+        for key in keys:
+            fields.get(key)
     for fields in (body, kwargs, context, processing):
         fields.close()
     samples = [
