@@ -6,6 +6,7 @@ done. It ends when the socket closes, after its trials were cancelled, and at on
 
 import asyncio
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -75,6 +76,10 @@ def main() -> None:
     prepare()
     for module in _PRELOADED:
         importlib.import_module(module)
+    from pilotage.rollouts.task_digests import remember_digests  # imports Harbor, so only now
+
+    remember_digests()
+    gc.freeze()  # a million objects of imported modules, which every full collection would walk
     asyncio.run(_serve(int(sys.argv[1])))
     os._exit(0)  # threads of tools that ignore their end must not hold the process
 
