@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 MAX_WORDS = 16
-MAX_RESULTS = 5
+MAX_RESULTS = 3
 NO_MATCH = "no match"
 
 _PROGRAM = Path(__file__).with_suffix(".awk").read_text()
