@@ -121,11 +121,11 @@ class ShardedState:
     def _read_moments(self, directory: Path) -> None:
         """Fill the moments of every weight that the file names; a weight that was never stepped has none."""
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
-            stored = set(file.keys())
+            in_file = set(file.keys())
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
             key = self._names[name]
-            if f"{key}/step" not in stored:
+            if f"{key}/step" not in in_file:
                 continue
             slices = parameter.detach()
             state = {
