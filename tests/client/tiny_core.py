@@ -121,6 +121,8 @@ class TinyCore:
         if job_id in self.jobs:
             raise Refused(ErrorCode.CONFLICT, f"job id {job_id} is taken")
         self.jobs[job_id] = body
+        if self.status == "cancelled":  # the state of the newest job
+            self.status = "pending"
         return JSONResponse({"job_id": job_id})
 
     def _record(self, job_id: str) -> dict[str, Any]:
