@@ -1,6 +1,7 @@
 """A job from its creation to its end: its id on disk, its start in time, its cancellation."""
 
 import asyncio
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -64,16 +65,12 @@ async def test_a_job_is_made_used_and_cancelled(tmp_path: Path) -> None:
 async def test_the_id_is_on_disk_before_the_job_is_asked_for(tmp_path: Path) -> None:
     core = TinyCore()
     lost = [Fault.NONE] + [Fault.UNREACHABLE] * 100_000
-    brief = JobPlan(**{**_fields(plan(tmp_path)), "patience": Patience(total_s=0.05, first_s=0.01)})
+    brief = dataclasses.replace(plan(tmp_path), patience=Patience(total_s=0.05, first_s=0.01))
     with pytest.raises(Exception, match="no reply to POST /"):
         async with open_engine(LOCAL, brief, transport=FaultyTransport(core.app, lost)):
             pass
     assert core.jobs == {}
     assert (tmp_path / "job_id").read_text().startswith("pilotage-")
-
-
-def _fields(of: JobPlan) -> dict[str, object]:
-    return {name: getattr(of, name) for name in JobPlan.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("fault", [Fault.LOST_REQUEST, Fault.LOST_REPLY, Fault.TRUNCATED, Fault.LATE])
