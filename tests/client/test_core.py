@@ -168,7 +168,7 @@ async def test_a_rollout_over_the_cap_is_refused_before_it_is_sent() -> None:
     core = TinyCore(max_request_bytes=2**16 + 1000)
     async with engine_on(core) as engine:
         with pytest.raises(ConfigError, match=r"one rollout makes a request of .* bytes"):
-            await engine.forward_backward([sample(size=5000)], LossConfig())
+            await engine.forward_backward([sample(size=20_000)], LossConfig())
     assert core.executed == []
 
 
