@@ -1,6 +1,7 @@
 # Targets that need Pilotage install it into $(VENV) first; see scripts/install.sh.
 
 VENV ?= .venv
+STOCK_VENV ?= .venv-stock
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.pilotage-installed
 PYTHON_FILES := src tests benchmarks scripts
@@ -28,7 +29,9 @@ demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1 f
 test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
 	@echo "fetching the official tokenizer and templates that some tests compare with"
 	@$(BIN)/python scripts/fetch_test_tokenizers.py || echo "tests that need what is missing will be skipped"
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@echo "installing the public cortex-training client into $(STOCK_VENV), for the tests of the service"
+	@scripts/install_stock_client.sh $(VENV) $(STOCK_VENV) || echo "tests that need it will be skipped"
+	PILOTAGE_STOCK_PYTHON=$(abspath $(STOCK_VENV))/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## format, lint, types and layers
 	$(BIN)/ruff format --check $(PYTHON_FILES)
@@ -51,7 +54,7 @@ reference: $(STAMP)  ## write the tables of docs/reference.md from the code
 	$(BIN)/python scripts/write_reference.py
 
 constraints: $(STAMP)  ## choose the newest versions that pyproject.toml allows, for constraints.txt
-	$(BIN)/uv pip compile pyproject.toml --all-extras --upgrade --python-version 3.12 --python-platform linux \
+	$(BIN)/uv pip compile pyproject.toml --extra local --extra agents --extra dev --upgrade --python-version 3.12 --python-platform linux \
 		--no-annotate --no-header --no-emit-index-url --quiet --output-file constraints.txt
 
 clean:  ## remove the environment and every cache; runs/ and tasks/ stay

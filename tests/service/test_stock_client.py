@@ -117,8 +117,8 @@ def test_training_returns_logprobs_in_the_shifted_frame_and_forward_agrees(seen:
     assert seen["step"]["global_steps"] == 1
     assert seen["step"]["last_lr"] == 2e-3
     # The step trained row 0 up and row 1 down, and forward scores under the loaded, trained weights.
-    assert sum(seen["forward"][0]) > sum(rows[0])
-    assert sum(seen["forward"][1]) < sum(rows[1])
+    assert sum(seen["forward"][0][3:7]) > sum(rows[0])
+    assert sum(seen["forward"][1][2:5]) < sum(rows[1])
 
 
 def test_what_is_unsafe_is_refused_with_the_safe_way(seen: dict[str, Any]) -> None:

@@ -112,12 +112,13 @@ async def logs(arguments: argparse.Namespace) -> int:
             page = await jobs.logs(arguments.job, cursor=cursor)
             for line in page.lines:
                 print(json.dumps({"line": line}) if arguments.json else line, flush=True)
-            is_caught_up = not page.lines or page.next_cursor in (None, cursor)
-            if page.is_end or (is_caught_up and not arguments.follow):
-                return 0
+            is_caught_up = page.is_end or not page.lines or page.next_cursor in (None, cursor)
             cursor = page.next_cursor or cursor
-            if is_caught_up:
-                await asyncio.sleep(_FOLLOW_S)
+            if not is_caught_up:
+                continue
+            if not arguments.follow or (await jobs.get(arguments.job)).is_ended:
+                return 0
+            await asyncio.sleep(_FOLLOW_S)
 
 
 async def metrics(arguments: argparse.Namespace) -> int:

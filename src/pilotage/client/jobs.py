@@ -257,7 +257,7 @@ class LogPage:
     lines: tuple[str, ...]
     next_cursor: str | None
     is_end: bool
-    """Whether the job has ended and nothing will follow."""
+    """Whether it reaches the end of what there is now."""
 
 
 def _log_page(reply: Reply) -> LogPage:

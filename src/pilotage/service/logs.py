@@ -10,17 +10,20 @@ _TAIL_BYTES = 2**16
 
 
 def read_page(path: Path, *, cursor: int, max_lines: int, has_ended: bool) -> dict[str, Any]:
-    """Return whole lines from an offset on: `entries`, `next_cursor`, `eof`."""
+    """Return whole lines from an offset on: `entries`, `next_cursor`, and `eof` where they reach the end.
+
+    The log of a running job goes on after its `eof`.
+    """
     try:
         with path.open("rb") as file:
             file.seek(cursor)
             content = file.read(_PAGE_BYTES)
     except FileNotFoundError:
-        return {"entries": [], "next_cursor": str(cursor), "eof": has_ended}
+        return {"entries": [], "next_cursor": str(cursor), "eof": True}
     whole = content if has_ended and len(content) < _PAGE_BYTES else content[: content.rfind(b"\n") + 1]
     lines = whole.splitlines(keepends=True)[: min(max_lines, _MAX_LINES)]
     offset = cursor + sum(map(len, lines))
-    is_end = has_ended and cursor + len(content) == offset and len(content) < _PAGE_BYTES
+    is_end = offset == cursor + len(whole) and len(content) < _PAGE_BYTES
     entries = [_entry(line.decode("utf-8", "replace").rstrip("\n")) for line in lines]
     return {"entries": entries, "next_cursor": str(offset), "eof": is_end}
 

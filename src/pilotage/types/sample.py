@@ -35,7 +35,7 @@ class Sample:
     weights_versions: Versions
     """[L] version that sampled the token where `loss_mask`, -1 elsewhere."""
     reference_logprobs: Logprobs | None = None
-    """[L] under the reference of the KL term where `loss_mask`, 0 elsewhere; None has the trainer ask its own."""
+    """[L] under the KL term's reference where `loss_mask`, 0 elsewhere; None: the trainer asks its own."""
 
     def __post_init__(self) -> None:
         require_shape(
