@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.pilotage-installed
 PYTHON_FILES := src tests benchmarks scripts
 SEED ?= 0
+BACKEND ?= local
 ARGS ?=
 
 # One thread a process: two OpenMP threads on a busy core cost a tiny model a factor of ten.
@@ -23,8 +24,8 @@ install: $(STAMP)  ## find Python 3.12, make .venv and install Pilotage into it
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV)
 
-demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1 for another seed
-	@scripts/demo.sh $(BIN)/pilotage $(SEED)
+demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1, BACKEND=cortex
+	@scripts/demo.sh $(BIN)/pilotage $(SEED) $(BACKEND)
 
 test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
 	@echo "fetching the official tokenizer and templates that some tests compare with"
