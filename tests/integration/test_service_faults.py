@@ -3,7 +3,6 @@ in a clean run, and every gradient is applied once.
 """
 
 import asyncio
-import json
 import os
 import random
 import shutil
@@ -24,6 +23,7 @@ from tests.integration.service_run import LOSS, digest_of_weights, run
 from tests.service.rig import LOCAL, Rig, rig
 
 from pilotage.client import Connection, CoreEngine, Http, JobPlan, Jobs, Patience, open_engine
+from pilotage.client.remote_checkpoint import RemoteCheckpoint
 from pilotage.types import AdamParams, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,8 +65,8 @@ class Bench:
             await engine.publish()
         async with self.engine(*faults) as (engine, transport):
             await run(engine, self.directory / name, num_steps=1)
-        saved = json.loads((self.directory / name / "remote_checkpoint.json").read_text())
-        files = self.directory / "jobs" / self.job_id / "checkpoints" / saved["checkpoint_id"]
+        saved = RemoteCheckpoint.read(self.directory / name).record.checkpoint_id
+        files = self.directory / "jobs" / self.job_id / "checkpoints" / saved
         digest = digest_of_weights(files)
         shutil.rmtree(files)
         return digest, len(transport.calls)
@@ -169,9 +169,8 @@ async def final_digest(data: Path, port: int, directory: Path, *, num_steps: int
     async with open_engine(Connection(origin=f"http://127.0.0.1:{port}"), plan(directory)) as engine:
         assert isinstance(engine, CoreEngine)
         await run(engine, directory / "end", num_steps=num_steps)
-    saved = json.loads((directory / "end" / "remote_checkpoint.json").read_text())
-    job_id = (directory / "job_id").read_text().strip()
-    return digest_of_weights(data / "jobs" / job_id / "checkpoints" / saved["checkpoint_id"])
+    saved = RemoteCheckpoint.read(directory / "end")
+    return digest_of_weights(data / "jobs" / saved.job_id / "checkpoints" / saved.record.checkpoint_id)
 
 
 async def test_a_service_killed_at_random_moments_and_restarted_loses_and_repeats_nothing(

@@ -83,7 +83,7 @@ def flow(client: Any) -> dict[str, Any]:
     seen["without_old"] = failure(lambda: poll(client.forward_backward(job, batch(without_old=True))))
     seen["on_policy"] = poll(client.forward_backward(job, batch(**{"x-on-policy": True})))["avg_loss"]
     seen["no_effect"] = failure(lambda: poll(client.forward_backward(job, batch(entropy_coeff=0.1))))
-    seen["step"] = poll(client.step(job, 2e-3))
+    seen["step"] = poll(client.step(job, 1e-5))
     seen["step_without_gradient"] = failure(lambda: poll(client.step(job)))
     seen["synced"] = poll(client.weight_sync(job, training, [sampling], weight_format="hf"))
     seen["reset"] = client.reset_prefix_cache(job, sub_job_id=sampling)

@@ -115,7 +115,7 @@ def test_training_returns_logprobs_in_the_shifted_frame_and_forward_agrees(seen:
     assert [i for i, value in enumerate(rows[1]) if value != 0] == [2, 3, 4]
     assert seen["trained"]["metrics"]["trained_tokens"] == 7
     assert seen["step"]["global_steps"] == 1
-    assert seen["step"]["last_lr"] == 2e-3
+    assert seen["step"]["last_lr"] == 1e-5
     # The step trained row 0 up and row 1 down, and forward scores under the loaded, trained weights.
     assert sum(seen["forward"][0][3:7]) > sum(rows[0])
     assert sum(seen["forward"][1][2:5]) < sum(rows[1])
