@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.algorithms.strategies import make_rollout
 
 from pilotage.errors import RunDirectoryError
+from pilotage.files import append_line
 from pilotage.loops import RunDirectory, read_rollout
-from pilotage.loops.atomic import append_line
 from pilotage.loops.run_directory import config_digest
 from pilotage.types import Outcome, Rollout, RolloutFailure, Trajectory
 

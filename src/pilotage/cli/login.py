@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from pilotage.client import Connection, Http, Jobs, Patience
-from pilotage.client.files import write_atomically
 from pilotage.client.secret import Secret
 from pilotage.client.sources import fields_of, login_file, secret_of
 from pilotage.errors import ConfigError
+from pilotage.files import write_atomically
 
 
 async def login(arguments: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def _write(path: Path, content: dict[str, str]) -> None:
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700)
         os.chmod(path.parent, 0o700)  # whatever the umask
-    write_atomically(path, json.dumps(content, indent=2) + "\n", mode=0o600)
+    write_atomically(path, f"{json.dumps(content, indent=2)}\n".encode(), mode=0o600)
 
 
 def _token(arguments: argparse.Namespace, *, needed: bool) -> Secret | None:

@@ -10,12 +10,12 @@ import httpx
 
 from pilotage.client.connection import Connection
 from pilotage.client.core import CoreEngine
-from pilotage.client.files import write_atomically
 from pilotage.client.http import Http, Patience
 from pilotage.client.jobs import Jobs, default_comment
 from pilotage.client.lease import leased
 from pilotage.client.plain import PlainEngine, check_plain
 from pilotage.errors import ConfigError, ServiceError
+from pilotage.files import write_atomically
 from pilotage.interfaces import Engine
 from pilotage.types import AdamParams, LossConfig, SamplingParams
 from pilotage.wire.core import Capabilities
@@ -74,7 +74,7 @@ async def open_engine(
             job_id = chosen
             for name in JOB_ID_FILES if plan.run_directory else ():
                 assert plan.run_directory is not None
-                write_atomically(plan.run_directory / name, f"{chosen}\n")
+                write_atomically(plan.run_directory / name, f"{chosen}\n".encode())
 
         lease_s = body.extras.lease_s if capabilities is not None else None
         try:

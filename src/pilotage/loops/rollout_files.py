@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pilotage.loops.atomic import write_atomically
+from pilotage.files import write_atomically
 from pilotage.types import (
     BranchCause,
     FinishReason,

@@ -19,7 +19,7 @@ import orjson
 import tomli_w
 
 from pilotage.errors import RunDirectoryError
-from pilotage.loops.atomic import append_line, write_atomically
+from pilotage.files import append_line, write_atomically
 from pilotage.loops.rollout_files import write_rollout
 from pilotage.types import Rollout
 
