@@ -187,6 +187,28 @@ def test_the_command_line_works_over_a_base_url(loopback: str, tmp_path: Path) -
     assert command("cancel", job)["cancelled"] is True
 
 
+def test_arctic_platforms_client_trains_samples_syncs_and_saves(loopback: str) -> None:
+    if not _has_arctic():
+        pytest.skip("needs the arctic-platform package beside the stock client")
+    seen = json.loads(run_stock([str(FLOW.with_name("arctic_flow.py")), loopback]).splitlines()[-1])
+    assert seen["logprobs"] == [2, 8]
+    assert seen["step"]["global_steps"] == 1
+    assert seen["synced"] == {"weights_version": 1}
+    assert seen["generated"][0]["weights_versions"] == [1] * len(seen["generated"][0]["token_ids"])
+    assert seen["saved"]["checkpoint_type"] == "resumable"
+    assert seen["reset"]["reset"] is True
+    # Its transport for Cortex has neither; no request reaches the service.
+    assert seen["fwd_no_grad"] == "NotImplementedError: cortex has no forward"
+    assert seen["load_checkpoint"] == "NotImplementedError: cortex has no load-checkpoint"
+
+
+def _has_arctic() -> bool:
+    python = stock_python()
+    assert python is not None
+    found = subprocess.run([python, "-c", "import arctic_platform"], capture_output=True, check=False)
+    return found.returncode == 0
+
+
 def test_a_bearer_token_over_verified_tls_is_let_in_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     certificate, key = _self_signed(tmp_path)
     data = tmp_path / "service"

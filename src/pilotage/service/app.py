@@ -12,10 +12,12 @@ import uuid
 from collections.abc import Awaitable, Callable
 from datetime import date
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
@@ -27,8 +29,9 @@ from pilotage.service.core_routes import MAX_WAIT_S, SOURCE_HEADER, parse
 from pilotage.service.forwarding import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, forward, read_bounded
 from pilotage.service.jobs import Job, Jobs, Place
 from pilotage.service.logs import read_page, tail
+from pilotage.service.openapi import document
 from pilotage.service.operations import error_body
-from pilotage.service.refusals import Refusal, error_response, invalid, json_response
+from pilotage.service.refusals import Refusal, error_response, http_error, invalid, json_response
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (
@@ -66,10 +69,17 @@ class Service:
         self._jobs = jobs
         self._tokens = tokens
         self.app = Starlette(
-            routes=[Route("/health", _health), *self._routes()],
+            routes=[Route("/health", _health), Route("/openapi.json", _openapi), *self._routes()],
             middleware=[Middleware(_RequestId)],
-            exception_handlers={Refusal: _refused, PilotageError: _failed, Exception: _broken},
+            exception_handlers={
+                Refusal: _refused,
+                PilotageError: _failed,
+                HTTPException: http_error,
+                Exception: _broken,
+            },
         )
+        # A redirect has no error body, and repeats the caller's Host.
+        self.app.router.redirect_slashes = False
 
     def _routes(self) -> list[Route | Mount]:
         def job(path: str, handler: Callable[[Request, Job], Awaitable[Response]], *methods: str) -> Route:
@@ -140,6 +150,7 @@ class Service:
             body = CreateJobBody.model_validate_json(raw)
         except ValidationError as error:
             raise invalid(error) from None
+        _require_storable(body)
         job = self._jobs.create(place, body)
         return json_response({"job_id": job.id})
 
@@ -243,11 +254,10 @@ class Service:
     async def _metrics(self, request: Request, job: Job) -> Response:
         cursor = _whole(request.query_params.get("cursor"), 0)
         path = self._jobs.directory_of(job) / "metrics.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last may be half written
         records = [_metric(index, line) for index, line in enumerate(lines[cursor : cursor + 1000], cursor)]
-        return json_response(
-            MetricPage(records=tuple(records), next_cursor=cursor + len(records)).model_dump()
-        )
+        page = MetricPage(records=tuple(records), next_cursor=cursor + len(records))
+        return Response(page.model_dump_json(), media_type="application/json")
 
     # --- data plane ---
 
@@ -272,6 +282,8 @@ class Service:
         if content.get("operation_type") != "tail-logs":
             return await self._forward(request, job, {}, body)
         payload = content.get("payload") or {}
+        if not isinstance(payload, dict):
+            raise Refusal(ErrorCode.INVALID, "payload is an object", path="payload")
         page = read_page(
             self._jobs.log_of(job),
             cursor=_whole(payload.get("cursor"), 0),
@@ -291,7 +303,8 @@ class Service:
                 return error_response(refusal.body.model_copy(update={"log_tail": lines}))
             raise
         self._jobs.touch(job)
-        path = "/".join(["", *request.url.path.split("/")[_PREFIX_SEGMENTS:]])
+        segments = request.scope["path"].split("/")[_PREFIX_SEGMENTS:]
+        path = "/".join(["", *(quote(segment, safe="") for segment in segments)])
         return await forward(request, engine, path, body=body, headers=headers)
 
 
@@ -352,6 +365,14 @@ def _source_job_id(body: bytes) -> str | None:
     return source
 
 
+def _require_storable(body: CreateJobBody) -> None:
+    """Refuse what could not be written down and shown again: integers that 64 bits do not hold."""
+    try:
+        orjson.dumps(body.model_dump(mode="json"))
+    except TypeError as error:
+        raise Refusal(ErrorCode.INVALID, f"the body cannot be stored: {error}") from None
+
+
 def _metric(index: int, line: bytes) -> MetricRecord:
     content = orjson.loads(line)
     return MetricRecord(
@@ -365,6 +386,10 @@ def _metric(index: int, line: bytes) -> MetricRecord:
 
 async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
+
+
+async def _openapi(request: Request) -> Response:
+    return json_response(document())
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -34,7 +34,7 @@ class Checkpoints:
         Raises:
             Refusal: the id is none.
         """
-        if not _ID.match(checkpoint_id):
+        if not _ID.match(checkpoint_id) or checkpoint_id.endswith("\n"):
             raise Refusal(
                 ErrorCode.INVALID, "a checkpoint id is 1 to 64 of A-Z a-z 0-9 _ -", path="checkpoint_id"
             )

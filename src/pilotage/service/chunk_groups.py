@@ -16,6 +16,8 @@ from pilotage.wire.core import ErrorCode
 _MAX_OPEN_BYTES = 2 * 2**30
 _MAX_AGE_S = 900.0
 _MAX_CHUNKS = 4096
+_CHUNK_OVERHEAD_BYTES = 1024
+_MAX_FINISHED = 100_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,8 +42,14 @@ class Received:
 class ChunkGroups:
     """The open and the finished groups of one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_open_bytes: int = _MAX_OPEN_BYTES) -> None:
+        """Args:
+        max_open_bytes: what the chunks of unfinished groups may take, all together.
+        """
+        self._max_open_bytes = max_open_bytes
         self._open: dict[str, _Group] = {}
+        self._held_bytes = 0
+        """Of all chunks of open groups, `_CHUNK_OVERHEAD_BYTES` each included."""
         self._finished: dict[str, str] = {}
         """Digest of the frame by group id."""
 
@@ -76,13 +84,17 @@ class ChunkGroups:
                     f"chunk group {group_id} is not known here; send it again from chunk 0",
                     status=409,
                 )
-            self._drop_old(len(body))
-            group = self._open[group_id] = _Group(first=descriptor)
+            self._drop_old()
+            group = _Group(first=descriptor)
         if not _is_same_group(group.first, descriptor):
             raise _conflict(group_id)
         known = group.chunks.get(descriptor.chunk_idx)
         if known is not None and known != body:
             raise _conflict(group_id)
+        if known is None:
+            self._require_room(len(body))
+            self._held_bytes += len(body) + _CHUNK_OVERHEAD_BYTES
+        self._open[group_id] = group
         group.chunks[descriptor.chunk_idx] = body
         group.touched_at = time.monotonic()
         is_last = descriptor.chunk_idx == descriptor.total_chunks - 1
@@ -95,20 +107,27 @@ class ChunkGroups:
             )
         if missing:
             return Received(group_id=group_id, frame=None)
-        del self._open[group_id]
+        self._forget(group_id)
         frame = join_chunks([group.chunks[i] for i in range(len(group.chunks))], kind=ChunkKind.REQUEST)
         self._finished[group_id] = descriptor.frame_sha256
+        if len(self._finished) > _MAX_FINISHED:
+            del self._finished[next(iter(self._finished))]
         return Received(group_id=group_id, frame=frame)
 
-    def _drop_old(self, incoming_bytes: int) -> None:
+    def _forget(self, group_id: str) -> None:
+        chunks = self._open.pop(group_id).chunks.values()
+        self._held_bytes -= sum(len(chunk) + _CHUNK_OVERHEAD_BYTES for chunk in chunks)
+
+    def _drop_old(self) -> None:
         now = time.monotonic()
         for group_id in [g for g, group in self._open.items() if now - group.touched_at > _MAX_AGE_S]:
-            del self._open[group_id]
-        held = sum(len(chunk) for group in self._open.values() for chunk in group.chunks.values())
-        if held + incoming_bytes > _MAX_OPEN_BYTES:
+            self._forget(group_id)
+
+    def _require_room(self, incoming_bytes: int) -> None:
+        if self._held_bytes + incoming_bytes > self._max_open_bytes:
             raise Refusal(
                 ErrorCode.TOO_LARGE,
-                f"unfinished chunk groups hold {held} bytes; finish them before another is begun",
+                f"unfinished chunk groups hold {self._held_bytes} bytes; finish them before another is begun",
                 retryable=True,
                 retry_after_s=5.0,
             )

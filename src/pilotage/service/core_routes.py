@@ -165,7 +165,9 @@ async def _outcome(operation: Operation, wait_s: float) -> Response:
     if operation.error is not None:
         return error_response(operation.error)
     assert operation.reply is not None
-    return Response(operation.reply.content, media_type=operation.reply.media_type)
+    assert operation.work_s is not None
+    timing = {"server-timing": f"work;dur={operation.work_s * 1e3:.3f}"}
+    return Response(operation.reply.content, media_type=operation.reply.media_type, headers=timing)
 
 
 def _adam(body: bytes) -> AdamParams:
@@ -193,14 +195,14 @@ def parse[T: BaseModel](body_type: type[T], body: bytes) -> T:
 
 def _operation_id(request: Request) -> str:
     operation_id = request.query_params.get("operation_id", "")
-    if not re.match(OPERATION_ID_PATTERN, operation_id):
+    if not re.match(OPERATION_ID_PATTERN, operation_id) or operation_id.endswith("\n"):
         raise Refusal(ErrorCode.INVALID, "give operation_id: 1 to 64 of A-Z a-z 0-9 _ -", path="operation_id")
     return operation_id
 
 
 def _sequence(request: Request) -> int:
     text = request.query_params.get("sequence", "")
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:19]) < 2**62:
+    if not text.isascii() or not text.isdigit() or len(text) > 19 or not 0 < int(text) < 2**62:
         raise Refusal(ErrorCode.INVALID, "give sequence: 1, 2, ... of this job", path="sequence")
     return int(text)
 

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine
 from pilotage.rendering import TokenizerFile
@@ -274,8 +276,8 @@ class EngineHost:
             "duration_s": ended_at - operation.created_at,
             "values": self._values.pop(operation.verb, {}),
         }
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._metrics.open("ab") as file:
+            file.write(to_json(line, inf_nan_mode="strings") + b"\n")
 
 
 def json_reply(text: str) -> Reply:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +23,7 @@ from pilotage.errors import PilotageError
 from pilotage.service.core_routes import CoreRoutes
 from pilotage.service.engine_host import EngineHost, JobSpec, OpenEngine
 from pilotage.service.operations import error_body
-from pilotage.service.refusals import Refusal, error_response, json_response
+from pilotage.service.refusals import Refusal, error_response, http_error, json_response
 from pilotage.service.stock_routes import StockRoutes
 from pilotage.wire.core import ErrorBody, ErrorCode
 
@@ -46,7 +47,13 @@ def build_app(host: EngineHost) -> Starlette:
 
     routes = [Route("/health", health), *CoreRoutes(host).routes(), *StockRoutes(host).routes()]
     return Starlette(
-        routes=routes, exception_handlers={Refusal: _refused, PilotageError: _failed, Exception: _broken}
+        routes=routes,
+        exception_handlers={
+            Refusal: _refused,
+            PilotageError: _failed,
+            HTTPException: http_error,
+            Exception: _broken,
+        },
     )
 
 

@@ -14,7 +14,7 @@ from pilotage.wire.core import ErrorCode
 MAX_REQUEST_BYTES = 60 * 2**20
 MAX_RESPONSE_BYTES = 128 * 2**20
 _SMALL_BYTES = 2**20
-_PASSED_BACK = ("content-type", "retry-after")
+_PASSED_BACK = ("content-type", "retry-after", "server-timing")
 
 
 async def read_bounded(request: Request, limit: int = MAX_REQUEST_BYTES) -> bytes:
@@ -41,7 +41,7 @@ async def forward(
     content: bytes | AsyncIterator[bytes] | None = body
     if body is None and request.method == "POST":
         length = request.headers.get("content-length", "")
-        small = length.isdigit() and int(length) <= _SMALL_BYTES
+        small = _is_number(length) and int(length) <= _SMALL_BYTES
         content = await read_bounded(request) if small else _bounded(request, MAX_REQUEST_BYTES)
     outgoing = engine.http.build_request(
         request.method, path, params=request.url.query or None, content=content, headers=dict(headers)
@@ -69,7 +69,7 @@ async def _bounded(request: Request, limit: int) -> AsyncIterator[bytes]:
         ErrorCode.TOO_LARGE, f"a request has at most {limit} bytes; send it in pieces", path="body"
     )
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if _is_number(length) and int(length) > limit:
         raise too_large
     size = 0
     async for piece in request.stream():
@@ -77,3 +77,7 @@ async def _bounded(request: Request, limit: int) -> AsyncIterator[bytes]:
         if size > limit:
             raise too_large
         yield piece
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20

@@ -4,6 +4,7 @@ There is one completion a prompt. Parameters that the engine cannot honour are r
 """
 
 import asyncio
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,25 +152,31 @@ def _sampling_params(settings: Mapping[str, Any], host: EngineHost, *, path: str
             continue
         if key not in _NO_EFFECT:
             raise Refusal(ErrorCode.INVALID, f"{key} cannot be honoured here", path=f"{path}.{key}")
-        if value != _NO_EFFECT[key] and not (_NO_EFFECT[key] is None and value in ([], True, False, "")):
+        if isinstance(value, np.ndarray) or (
+            value != _NO_EFFECT[key] and not (_NO_EFFECT[key] is None and value in ([], True, False, ""))
+        ):
             raise Refusal(
-                ErrorCode.INVALID, f"{key} = {value!r} cannot be honoured here", path=f"{path}.{key}"
+                ErrorCode.INVALID,
+                f"{key} = {reprlib.repr(value)} cannot be honoured here",
+                path=f"{path}.{key}",
             )
     stops = settings.get("stop_token_ids")
-    if stops and not set(stops) <= set(host.stop_token_ids):
+    if stops is not None and not isinstance(stops, list | tuple):
+        raise Refusal(ErrorCode.INVALID, "stop_token_ids is a list", path=f"{path}.stop_token_ids")
+    if any(not isinstance(stop, int) or stop not in host.stop_token_ids for stop in stops or ()):
         raise Refusal(
             ErrorCode.INVALID,
             f"the engine stops at {list(host.stop_token_ids)}; other ids cannot be honoured",
             path=f"{path}.stop_token_ids",
         )
-    top_k = settings.get("top_k") or 0
     try:
+        top_k = int(_number(settings.get("top_k"), 0))
         return SamplingParams(
             temperature=_number(settings.get("temperature"), 1.0),
             top_p=_number(settings.get("top_p"), 1.0),
-            top_k=0 if top_k == -1 else int(top_k),
+            top_k=0 if top_k == -1 else top_k,
             max_tokens=int(_number(settings.get("max_tokens"), 16)),
-            seed=settings.get("seed"),
+            seed=_seed(settings.get("seed")),
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise Refusal(ErrorCode.INVALID, str(error), path=path) from None
@@ -179,7 +186,13 @@ def _number(value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"expected a number, got {value!r}")
+        raise ValueError(f"expected a number, got {reprlib.repr(value)}")
+    return value
+
+
+def _seed(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"a seed is a whole number from 0 on, got {reprlib.repr(value)}")
     return value
 
 
@@ -187,11 +200,11 @@ def _wants(settings: Mapping[str, Any], key: str, path: str) -> bool:
     value = settings.get(key)
     if value is None or value is False:
         return False
-    if value is True or value in (0, 1):
+    if value is True or (isinstance(value, int | float) and value in (0, 1)):
         return True
     raise Refusal(
         ErrorCode.INVALID,
-        f"{key} gives the log-prob of the token itself; the top {value} cannot be had",
+        f"{key} gives the log-prob of the token itself; the top {reprlib.repr(value)} cannot be had",
         path=f"sampling_params.{path}.{key}",
     )
 

@@ -1,8 +1,9 @@
 """A job's log on disk, read in pages by byte offset, so that a reader never misses a line."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 _MAX_LINES = 1000
 _PAGE_BYTES = 2**20
@@ -43,7 +44,7 @@ def _entry(line: str) -> dict[str, Any]:
     """Return a line as the viewer knows it: its fields where it is a JSON object, else the raw text."""
     if line.startswith("{"):
         try:
-            fields = json.loads(line)
+            fields = orjson.loads(line)  # what it reads can be written again
         except ValueError:
             fields = None
         if isinstance(fields, dict) and "msg" in fields:

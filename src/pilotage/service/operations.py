@@ -10,7 +10,7 @@ effect nobody depends on, are kept until `_KEPT_BYTES` or `_KEPT_S` is reached, 
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -28,6 +28,8 @@ from pilotage.wire.core import OCTET_STREAM, ErrorBody, ErrorCode
 
 _KEPT_BYTES = 256 * 2**20
 _KEPT_S = 900.0
+_OVERHEAD_BYTES = 4096
+"""What an operation takes besides the content of its reply, measured generously."""
 _MAX_AHEAD = 64
 """Sequenced calls that may wait for an earlier number."""
 
@@ -63,6 +65,8 @@ class Operation:
     reply: Reply | None = None
     error: ErrorBody | None = None
     ended_at: float | None = None
+    work_s: float | None = None
+    """How long its work ran, without the time that it waited for its turn."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _task: "asyncio.Task[None] | None" = None
 
@@ -95,7 +99,9 @@ class Operations:
         on_end: told of every operation that has an outcome.
         """
         self._on_end = on_end
-        self._by_id: OrderedDict[str, Operation] = OrderedDict()
+        self._by_id: dict[str, Operation] = {}
+        self._free_outcomes: deque[Operation] = deque()
+        """Free operations that have ended, oldest first: those that may be forgotten."""
         self._id_at: dict[int, str] = {}
         self._waiting: dict[int, tuple[Operation, Work]] = {}
         self._kept_bytes = 0
@@ -220,6 +226,7 @@ class Operations:
 
     async def _run(self, operation: Operation, work: Work) -> None:
         operation.status = "running"
+        started_at = time.perf_counter()
         try:
             operation.reply = await work()
             operation.status = "done"
@@ -237,6 +244,7 @@ class Operations:
                 message=f"{type(error).__name__}: {error}",
             )
         finally:
+            operation.work_s = time.perf_counter() - started_at
             self._end(operation)
 
     def _end(self, operation: Operation) -> None:
@@ -244,7 +252,9 @@ class Operations:
         if operation.sequence is not None:
             self._next_to_run, self._is_busy = operation.sequence + 1, False
         operation.ended.set()
-        self._kept_bytes += _size(operation)
+        if operation.sequence is None:
+            self._free_outcomes.append(operation)
+            self._kept_bytes += _size(operation)
         self._on_end(operation)
         self._forget_old()
         self._run_next()
@@ -252,13 +262,11 @@ class Operations:
     def _forget_old(self) -> None:
         """Drop outcomes of free operations, oldest first, down to the bounds."""
         oldest_kept = time.time() - _KEPT_S
-        for operation in list(self._by_id.values()):
-            is_over = self._kept_bytes > _KEPT_BYTES
-            if not is_over and operation.created_at > oldest_kept:
-                return
-            if operation.sequence is None and operation.has_ended:
-                self._kept_bytes -= _size(operation)
-                del self._by_id[operation.id]
+        outcomes = self._free_outcomes
+        while outcomes and (self._kept_bytes > _KEPT_BYTES or (outcomes[0].ended_at or 0) < oldest_kept):
+            operation = outcomes.popleft()
+            self._kept_bytes -= _size(operation)
+            del self._by_id[operation.id]
 
 
 def error_body(error: PilotageError) -> ErrorBody:
@@ -281,4 +289,4 @@ def error_body(error: PilotageError) -> ErrorBody:
 
 
 def _size(operation: Operation) -> int:
-    return 0 if operation.reply is None else len(operation.reply.content)
+    return _OVERHEAD_BYTES + (0 if operation.reply is None else len(operation.reply.content))

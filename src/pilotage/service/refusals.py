@@ -4,6 +4,8 @@ from typing import Any
 
 import orjson
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from pilotage.wire.core import HTTP_STATUS, ErrorBody, ErrorCode
@@ -44,6 +46,13 @@ def error_response(body: ErrorBody, status: int | None = None) -> Response:
         media_type="application/json",
         headers=headers,
     )
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """Answer a path or method that no route takes, in the one shape of errors."""
+    assert isinstance(error, HTTPException)
+    body = ErrorBody(code=ErrorCode.NOT_FOUND, message=f"{request.method} of this path: {error.detail}")
+    return error_response(body, error.status_code)
 
 
 def invalid(error: ValidationError) -> Refusal:

@@ -7,7 +7,6 @@ instead of applying the first once more.
 
 import asyncio
 import base64
-import binascii
 import math
 import uuid
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,7 +25,7 @@ from pilotage.service.core_routes import SOURCE_HEADER, parse
 from pilotage.service.engine_host import EngineHost, json_reply
 from pilotage.service.generation import error_event, generate, read_wishes
 from pilotage.service.operations import Operation, Reply, Work
-from pilotage.service.refusals import Refusal, json_response
+from pilotage.service.refusals import Refusal, invalid, json_response
 from pilotage.service.stock_requests import Stream, describe
 from pilotage.wire.core import (
     OCTET_STREAM,
@@ -49,8 +48,13 @@ class StepBody(Closed):
 
 
 class StockSaveBody(Closed):
-    """The stock save."""
+    """The stock save. The keys of on-premise servers are taken where they ask for nothing."""
 
+    path: None = None
+    step: None = None
+    export_hf: Literal[False] = False
+    save_total_limit: None = None
+    stage_info: None = None
     checkpoint_type: Literal["resumable", "weights-only"] = "resumable"
     checkpoint_id: str | None = Field(default=None, pattern=OPERATION_ID_PATTERN)
 
@@ -122,7 +126,7 @@ class StockRoutes:
             result = await self._host.forward_backward(batch.samples, batch.loss, batch.denominators)
             reply: dict[str, Any] = {
                 "job_id": self._host.spec.job_id,
-                "avg_loss": result.loss,
+                "avg_loss": result.loss if math.isfinite(result.loss) else None,
                 "metrics": _stock_metrics(result),
                 "post_process_outputs": {},
             }
@@ -217,8 +221,8 @@ class StockRoutes:
             return Reply(content=orjson.dumps(done))
 
         request_id = _request_id(None)
-        self._streams[request_id] = stream
         await self._submit("generate-stream", work, request_id, body, is_sequenced=False)
+        self._keep_stream(request_id, stream)
         return json_response(
             {"request_id": request_id, "job_id": self._host.spec.job_id, "count": len(wishes)}
         )
@@ -244,7 +248,10 @@ class StockRoutes:
         return await handler(body, raw)
 
     async def _weight_sync(self, body: OperationBody, raw: bytes) -> Response:
-        payload = parse(WeightSyncBody, orjson.dumps(body.payload or {}))
+        try:
+            payload = WeightSyncBody.model_validate(body.payload or {})
+        except ValidationError as error:
+            raise invalid(error) from None
         self._require_trainer_id(payload.source_sub_job_id, "payload.source_sub_job_id")
         for target in payload.target_sub_job_ids:
             self._require_sub_job(target, "sampling", "payload.target_sub_job_ids")
@@ -314,6 +321,12 @@ class StockRoutes:
             verb, work, operation_id=operation_id, body=body, is_sequenced=is_sequenced, sequence=None
         )
 
+    def _keep_stream(self, request_id: str, stream: Stream) -> None:
+        """Keep the events of a stream, and let go those of requests that were let go."""
+        while self._streams and self._host.operations.get(oldest := next(iter(self._streams))) is None:
+            del self._streams[oldest]
+        self._streams[request_id] = stream
+
     def _accepted(self, request_id: str) -> Response:
         return json_response({"request_id": request_id, "job_id": self._host.spec.job_id})
 
@@ -349,7 +362,7 @@ def _payload_bytes(body: OperationBody) -> bytes:
     text = payload.get("payload_b64")
     try:
         return base64.b64decode(text, validate=True)  # pyright: ignore[reportArgumentType]
-    except (TypeError, binascii.Error):
+    except (TypeError, ValueError):
         raise Refusal(
             ErrorCode.INVALID,
             "payload.payload_b64 holds a DSSST1 frame in base64",
