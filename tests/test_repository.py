@@ -50,6 +50,17 @@ def test_importing_a_command_brings_in_nothing_heavy(module: str) -> None:
     assert python(program) == "[]"
 
 
+def test_a_driver_of_a_service_needs_no_torch_and_a_service_no_agents() -> None:
+    driver = "import sys, pilotage.recipes.stack, pilotage.client"
+    service = "import sys, pilotage.service.serving, pilotage.cli.service, pilotage.cli.engine"
+    for program, absent in (
+        (driver, ["torch", "transformers", "ray", "vllm"]),
+        (service, ["harbor", "openhands", "litellm", "torch"]),
+    ):
+        found = python(f"{program}; print([name for name in {absent} if name in sys.modules])")
+        assert found == "[]", program
+
+
 # --- what is written ---
 
 
@@ -182,7 +193,7 @@ def test_every_make_target_on_a_page_exists() -> None:
 def test_every_pilotage_command_and_option_on_a_page_exists() -> None:
     shown: dict[tuple[str, ...], set[str]] = {}
     for line in shown_commands():
-        found = re.match(r"pilotage ((?:data )?[a-z-]+)\b(.*)", line)
+        found = re.match(r"pilotage ((?:data |jobs )?[a-z-]+)\b(.*)", line)
         if found:
             options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", found.group(2).partition("#")[0])
             shown.setdefault(tuple(found.group(1).split()), set()).update(options)
@@ -196,7 +207,7 @@ def test_every_pilotage_command_and_option_on_a_page_exists() -> None:
 def test_every_command_line_in_a_block_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [line for line in block_lines() if re.match(r"pilotage (?!data)[a-z-]+ [^-]", line)]
+    lines = [line for line in block_lines() if re.match(r"pilotage (?!data|token)[a-z-]+ [^-]", line)]
     assert len(lines) > 10
     monkeypatch.chdir(tmp_path)  # where nothing is that the commands name, so none of them starts
     refused: list[str] = []
@@ -246,7 +257,10 @@ def demo_commands(root: Path) -> list[str]:
 
 
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
-    expected = ["train recipes/demo.toml loop.seed=1 --run-name demo-seed1", "report runs/demo-seed1"]
+    expected = [
+        "train recipes/demo.toml backend=local loop.seed=1 --run-name demo-seed1",
+        "report runs/demo-seed1",
+    ]
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
     assert demo_commands(tmp_path) == expected

@@ -138,7 +138,7 @@ def test_a_pasted_url_becomes_a_host(given: str, origin: str, environment: dict[
         ({"host": "a.example:port"}, "is no port"),
         ({"base_url": "trainer:8080"}, "needs a scheme"),
         ({"base_url": "https://trainer/api"}, "is scheme, host and port only"),
-        ({"base_url": "https://user:pass@trainer"}, "is scheme, host and port only"),
+        ({"base_url": f"https://user:{TOKEN}@trainer"}, "is scheme, host and port only"),
         ({"base_url": "http://a_b"}, "has an underscore"),
         ({"base_url": "http://a", "host": "b"}, "give base_url or host, not both"),
     ],
