@@ -34,6 +34,7 @@ from pilotage.wire.jobs import (
 _POLL_FIRST_S, _POLL_FACTOR, _POLL_LONGEST_S = 0.2, 1.25, 6.0
 _CANCEL_S = 20.0
 """Longest that a driver which is ending tries to cancel its job; its lease does it otherwise."""
+_FIRST_CALL_S = 10.0
 _TAIL_LINES = 20
 
 
@@ -54,8 +55,12 @@ class Jobs:
         self._http = http
 
     async def capabilities(self) -> Capabilities | None:
-        """Return what the server offers beyond the stock wire; None for a server that knows only that."""
-        call = Call(method="GET", path="/capabilities", is_repeatable=True)
+        """Return what the server offers beyond the stock wire; None for a server that knows only that.
+
+        The first call of a run: a server that is not there is said to be so soon, as nothing is lost yet.
+        """
+        patience = Patience(total_s=_FIRST_CALL_S)
+        call = Call(method="GET", path="/capabilities", is_repeatable=True, patience=patience)
         try:
             return await self._http.call(call, lambda reply: Capabilities.model_validate(reply.json()))
         except (NotFoundError, ConflictError):
