@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pilotage.wire.core import ErrorBody
 from pilotage.wire.frames import TreeLike, encode_frame
 from pilotage.wire.samples import pack_forward_request, pack_sample_request
 
+TOKENIZER = Path(__file__).parents[2] / "recipes" / "demo" / "policy" / "tokenizer.json"
 REQUEST_S = 60.0
 """A call that takes so long hangs, even on a machine that is busy with other things."""
 EXAMPLES = 6
@@ -49,7 +51,8 @@ async def ask(service: Rig, method: str, url: str, what: str = "", **request: An
     return reply
 
 
-async def running(service: Rig) -> str:
+async def running(service: Rig, directory: Path) -> str:
+    shutil.copy(TOKENIZER, directory / "models" / "policy")  # generate replies with text
     job_id = await service.create()
     assert await service.until(job_id, "running", timeout_s=120) == "running"
     return job_id
@@ -60,7 +63,8 @@ async def still_works(service: Rig, job_id: str) -> None:
     completion = await service.core(job_id, "sample", operation_id="last-sample", content=sample_frame())
     assert completion.status_code == 200, completion.text
     generated = await service.http.post(f"{PREFIX}/{job_id}/generate", content=generate_frame())
-    assert generated.status_code == 200, generated.text
+    state = await poll(service, job_id, generated.json()["request_id"], "the last generate")
+    assert state["status"] == "completed", state
     next_sequence = (await service.http.get(f"{PREFIX}/{job_id}/core")).json()["next_sequence"]
     for number in range(1, next_sequence + 1):  # numbers that were skipped hold up those that came after
         reply = await service.http.post(
@@ -149,7 +153,7 @@ async def test_no_call_that_the_document_describes_or_forbids_breaks_the_service
     made = await asyncio.to_thread(cases, mode)
     assert len(made) > 100
     async with rig(tmp_path) as service:
-        job_id = await running(service)
+        job_id = await running(service, tmp_path)
         for case in made:
             place = {"database": "db", "schema": "public", "endpoint": "cortex-training"}
             case.path_parameters = {**(case.path_parameters or {}), **place}
@@ -248,7 +252,7 @@ async def send_frames(service: Rig, job_id: str, *, seed: int, count: int) -> No
             await poll(service, job_id, request_id, what)
 
 
-async def poll(service: Rig, job_id: str, request_id: str, what: str) -> None:
+async def poll(service: Rig, job_id: str, request_id: str, what: str) -> dict[str, Any]:
     """Wait for the outcome of a stock call; an error in it has the one shape too."""
     async with asyncio.timeout(REQUEST_S):
         while True:
@@ -259,12 +263,13 @@ async def poll(service: Rig, job_id: str, request_id: str, what: str) -> None:
     if "error" in state:
         error = ErrorBody.model_validate(state["error"])
         assert not A_LEAKED_EXCEPTION.search(error.message), f"{what}: {error.message}"
+    return state
 
 
 @pytest.mark.slow
 async def test_damaged_frames_are_refused_and_leave_no_memory_behind(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
-        job_id = await running(service)
+        job_id = await running(service, tmp_path)
         await send_frames(service, job_id, seed=0, count=120)  # what is loaded on first use
         before = resident_bytes(service, job_id)
         await send_frames(service, job_id, seed=1, count=400)
@@ -280,7 +285,7 @@ async def test_chunks_in_any_order_mixed_or_damaged_never_break_the_service(
     rng = np.random.default_rng(2)
     frame = stock_frame(**{"x-note": "n" * 2000}) if target == "forward-backward" else generate_frame()
     async with rig(tmp_path) as service:
-        job_id = await running(service)
+        job_id = await running(service, tmp_path)
         for round_ in range(12):
             chunks = split_frame(
                 frame, kind=ChunkKind.REQUEST, operation=operation, max_bytes=8192 + 300,

@@ -80,9 +80,12 @@ async def generate(wishes: Sequence[Wish], host: EngineHost, on_result: Callable
         prompt_logprobs = await _prompt_logprobs(wish, host) if wish.wants_prompt_logprobs else None
         on_result(index, _result(completion, wish, host.tokenizer, prompt_logprobs))
 
-    async with asyncio.TaskGroup() as group:
-        for index, wish in enumerate(wishes):
-            group.create_task(one(index, wish))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, wish in enumerate(wishes):
+                group.create_task(one(index, wish))
+    except ExceptionGroup as failures:  # a prompt that failed is a result; this is the engine's own failure
+        raise failures.exceptions[0] from None
 
 
 def error_event(index: int, error: SamplerError) -> dict[str, Any]:

@@ -19,7 +19,8 @@ sequenced, `sequence`: 1 for the job's first such call, then one more each. A ca
 waits for those before it. The same id with the same bytes gets the first outcome again, whether that was a
 result or an error; with other bytes it is a conflict. `wait_s` (query, at most `max_wait_s`) holds the
 reply until there is an outcome; after it the reply is 202 with an `OperationState`, and the outcome is
-fetched from `/operations/{id}`, which takes `wait_s` too.
+fetched from `/operations/{id}`, which takes `wait_s` too. A result's header `server-timing: work;dur=MS` says
+how long the engine worked on it; the rest of a call's time is the service's and the network's.
 
 Frames are DSSST1 (`frames`), their trees those of `samples`. Bodies are closed: an unknown key is 422 with
 its path.
@@ -187,7 +188,9 @@ class CheckpointRecord(Closed):
 
 
 class MetricRecord(Closed):
-    """One finished operation of the trainer."""
+    """One finished operation of the trainer; a figure that is not finite is the string NaN or Infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     cursor: int
     at: float

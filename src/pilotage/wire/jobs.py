@@ -47,7 +47,7 @@ def _idle_timeout(seconds: int) -> int:
 class OptimizerConfig(BaseModel):
     """AdamW; every step may override all of it through the strict core."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     name: Literal["AdamW"] = Field(default="AdamW", validation_alias=AliasChoices("name", "type"))
     lr: float = Field(default=1e-6, ge=0)
@@ -63,7 +63,10 @@ class OptimizerConfig(BaseModel):
         """Take the spellings of the stock client: nested `params`, `beta1`/`beta2`."""
         if not isinstance(value, Mapping):
             return value
-        flat = {k: v for k, v in value.items() if k != "params"} | dict(value.get("params") or {})
+        params = value.get("params") or {}
+        if not isinstance(params, Mapping):
+            raise ValueError("params is an object")
+        flat = {k: v for k, v in value.items() if k != "params"} | dict(params)
         if "beta1" in flat or "beta2" in flat:
             flat["betas"] = (flat.pop("beta1", 0.9), flat.pop("beta2", 0.999))
         return flat
@@ -81,7 +84,7 @@ _SPEED_ONLY_INFERENCE = {"gpu_memory_utilization", "vllm_config", "vllm", "tenso
 class _Tunable(BaseModel):
     """A config block whose known speed-only keys are taken and named, never obeyed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     ignored_keys: tuple[str, ...] = Field(default=(), alias="x-ignored")
 
@@ -93,7 +96,9 @@ class _Tunable(BaseModel):
         kept = {
             k: v for k, v in value.items() if k not in known and not (k.startswith("x-") and k != "x-ignored")
         }
-        already = tuple(kept.get("x-ignored", ()))
+        already = kept.get("x-ignored", ())
+        if not isinstance(already, list | tuple):
+            raise ValueError("x-ignored is a list")
         return kept | ({"x-ignored": (*already, *aside)} if aside or already else {})
 
 
