@@ -51,6 +51,7 @@ def random_tree(rng: np.random.Generator, depth: int = 0) -> TreeLike:
     return children if kind == 7 else tuple(children)
 
 
+@pytest.mark.slow
 def test_the_stock_client_decodes_our_frames_and_writes_them_again_byte_for_byte(
     stock_python: str, tmp_path: Path
 ) -> None:
@@ -63,6 +64,7 @@ def test_the_stock_client_decodes_our_frames_and_writes_them_again_byte_for_byte
     assert list(read_items(tmp_path / "theirs")) == frames
 
 
+@pytest.mark.slow
 def test_we_decode_the_stock_clients_frames_and_write_them_again_byte_for_byte(
     stock_python: str, tmp_path: Path
 ) -> None:
