@@ -75,6 +75,11 @@ class ChunkGroups:
             return Received(group_id=group_id, frame=None, is_repeat=True)
         return self._add(group_id, descriptor, body)
 
+    def forget(self, group_id: str | None) -> None:
+        """Let a finished group go whose frame was not taken, so that it may be sent again."""
+        if group_id is not None:
+            self._finished.pop(group_id, None)
+
     def _add(self, group_id: str, descriptor: ChunkDescriptor, body: bytes) -> Received:
         group = self._open.get(group_id)
         if group is None:

@@ -193,7 +193,7 @@ class Jobs:
             Refusal: no such model or checkpoint, an id that is taken, or more GPUs than there are.
         """
         job_id = body.job_id or uuid.uuid4().hex
-        if job_id in self._jobs:
+        if job_id in self._jobs or (self._directory / job_id).exists():
             raise Refusal(ErrorCode.CONFLICT, f"job id {job_id} is taken", path="job_id")
         total = self._capacity.get(body.hardware, 0)
         if body.n_gpus > total:

@@ -135,7 +135,12 @@ class StockRoutes:
             reply["post_process_outputs"] = {"logprobs": to_rows(batch.layout, logprobs)}
             return Reply(content=encode_frame(reply), media_type=OCTET_STREAM)
 
-        return self._accepted((await self._submit("forward-backward", work, request_id, frame)).id)
+        try:
+            operation = await self._submit("forward-backward", work, request_id, frame)
+        except Refusal:
+            self._groups.forget(received.group_id)
+            raise
+        return self._accepted(operation.id)
 
     async def _step(self, request: Request) -> Response:
         body = parse(StepBody, raw := await request.body())

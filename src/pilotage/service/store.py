@@ -28,7 +28,7 @@ class Store:
         Raises:
             ConfigError: the file is something else, or of another version.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
         self._lock = threading.Lock()  # readers of tokens and the writer of jobs share one connection
         self._connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
