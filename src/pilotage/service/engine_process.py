@@ -86,6 +86,7 @@ async def serve_engine(directory: Path, open_engine: OpenEngine) -> None:
     config = uvicorn.Config(
         build_app(host), uds=str(spec.socket), log_config=None, access_log=False, lifespan="off",
         timeout_graceful_shutdown=3,
+        timeout_keep_alive=75,  # longer than the front keeps one, else both end it at the same moment
     )  # fmt: skip
     server = _Server(config)
     loop = asyncio.get_running_loop()
