@@ -180,6 +180,7 @@ async def test_a_service_killed_at_random_moments_and_restarted_loses_and_repeat
     data, port = tmp_path / "service", free_port()
     service = start_service(data, port)
     try:
+        await _until_up(port)
         clean = await final_digest(data, port, tmp_path / "clean", num_steps=40)
         running = asyncio.create_task(final_digest(data, port, tmp_path / "killed", num_steps=40))
         kills = 0

@@ -34,7 +34,7 @@ from pilotage.wire.jobs import (
 _POLL_FIRST_S, _POLL_FACTOR, _POLL_LONGEST_S = 0.2, 1.25, 6.0
 _CANCEL_S = 20.0
 """Longest that a driver which is ending tries to cancel its job; its lease does it otherwise."""
-_FIRST_CALL_S = 10.0
+_FIRST_CALL_S = 20.0
 _TAIL_LINES = 20
 
 
