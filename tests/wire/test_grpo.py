@@ -127,7 +127,8 @@ def test_a_sequence_ratio_has_the_mean_advantage_of_its_trained_tokens(packed: b
 
 
 def test_on_policy_is_stated_and_then_behaviour_may_be_absent() -> None:
-    batch = from_stock(stock_tree(TWO_ROWS, **{"x-on-policy": True, "x-note": "mine"}))
+    extras: dict[str, Any] = {"x-on-policy": True, "x-note": "mine"}
+    batch = from_stock(stock_tree(TWO_ROWS, **extras))
     assert batch.loss.on_policy
 
 
@@ -417,7 +418,9 @@ def test_losses_over_the_wire_are_those_of_the_public_package() -> None:
         pytest.skip("arctic-platform is not installed: set PILOTAGE_STOCK_PYTHON to a Python that has it")
     rng = np.random.default_rng(0)
     counts = {"dp_size": 1, "batch_num_tokens": 50, "global_batch_size": 9}
-    settings = [{**c, **more, "loss_agg_mode": m} for c in CONFIGS for m in MODES for more in ({}, counts)]
+    settings: list[dict[str, Any]] = [
+        {**c, **more, "loss_agg_mode": m} for c in CONFIGS for m in MODES for more in ({}, counts)
+    ]
     batches = [random_rows(rng) for _ in settings]
     # the norm divides by the width of the rows: the longest of them, on both sides
     trees = [stock_tree(rows, padding=0, **config) for rows, config in zip(batches, settings, strict=True)]
@@ -451,10 +454,14 @@ def test_losses_over_the_wire_are_those_of_the_public_package() -> None:
 
 def test_the_frame_of_a_forward_backward_can_be_scored_as_it_is() -> None:
     ids = np.arange(1, 9).reshape(2, 4)
-    context = {"advantages": np.ones((2, 4), np.float32), "loss_mask": np.ones((2, 4), np.bool_)}
+    context: dict[str, Any] = {
+        "advantages": np.ones((2, 4), np.float32),
+        "loss_mask": np.ones((2, 4), np.bool_),
+    }
     config: dict[str, Any] = {"eps_clip": 0.1}
     processing: dict[str, Any] = {"loss_fn": "grpo", "config": config, "post": ["compute_logprobs"]}
-    rows = read_rows({"args": (), "kwargs": {"input_ids": ids}, "context": context, "processing": processing})
+    kwargs: dict[str, Any] = {"input_ids": ids}
+    rows = read_rows({"args": (), "kwargs": kwargs, "context": context, "processing": processing})
     assert [sample.loss_mask.tolist() for sample in rows.samples] == [[False, True, True, True]] * 2
     with pytest.raises(InvalidBodyError, match=r"context\.advantage: unknown key"):
         read_rows({"kwargs": {"input_ids": ids}, "context": {"advantage": context["advantages"]}})

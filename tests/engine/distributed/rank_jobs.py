@@ -103,7 +103,11 @@ def recomputed_layers(model_dir: Path, samples: Sequence[Sample], loss: LossConf
         calls: list[int] = []
         for name, part in trainer.module.named_modules():
             if name.endswith("self_attn"):
-                part.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+
+                def count(*_: object, calls: list[int] = calls) -> None:
+                    calls.append(1)
+
+                part.register_forward_pre_hook(count)
         trainer.forward_backward(samples if trainer.is_lead else None, loss)
         counts[recompute] = len(calls)
     return counts

@@ -2,7 +2,7 @@
 
 import multiprocessing as mp
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -69,9 +69,10 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def one_rank() -> Iterator[None]:
+def one_rank() -> Generator[None]:
     """Make this process the only rank of a group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -86,7 +86,9 @@ class FsdpTrainer:
         self._device = device
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         # Objects travel over the CPU, whatever the weights are on.
-        self._group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+        group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo")
+        assert group is None or isinstance(group, dist.ProcessGroup)  # every rank is a member
+        self._group = group
         module = load_module(model_dir, device=torch.device("cpu"))
         if options.lora is not None:
             add_adapters(module, options.lora)
@@ -174,7 +176,8 @@ class FsdpTrainer:
                     " from the last checkpoint"
                 )
             if 0 < params.max_grad_norm < norm:
-                torch._foreach_mul_(grads, params.max_grad_norm / (norm + 1e-6))
+                factor = params.max_grad_norm / (norm + 1e-6)
+                torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
             self._state.step(params)
         finally:
             self._clear()
@@ -305,7 +308,7 @@ class FsdpTrainer:
             part if sample.reference_logprobs is None else sample.reference_logprobs[sample.loss_mask]
             for sample, part in zip(samples, parts, strict=bool(samples))
         ]
-        return np.concatenate([np.zeros(0), *brought])
+        return np.concatenate([np.zeros(0), *brought], dtype=np.float64)
 
     def _frozen_reference(self) -> Scorer:
         """Load and shard the weights that the trainer was opened with, the first time they are needed."""

@@ -78,12 +78,12 @@ class ClusterConfig:
     def bundles(self) -> list[dict[str, float]]:
         """Return what Ray is asked to keep together: ranks first, then replicas; or pairs that share."""
         if self.shares_gpus:
-            return [{"CPU": 2, "GPU": 1}] * self.trainer_ranks
+            pair: dict[str, float] = {"CPU": 2, "GPU": 1}
+            return [pair] * self.trainer_ranks
         gpus = 1 if self.device == "cuda" else 0
-        return [
-            *([{"CPU": 1, "GPU": gpus}] * self.trainer_ranks),
-            *([{"CPU": 1, "GPU": gpus * self.tensor_parallel}] * self.sampler_replicas),
-        ]
+        rank: dict[str, float] = {"CPU": 1, "GPU": gpus}
+        replica: dict[str, float] = {"CPU": 1, "GPU": gpus * self.tensor_parallel}
+        return [rank] * self.trainer_ranks + [replica] * self.sampler_replicas
 
 
 class RayEngine:
@@ -272,6 +272,7 @@ class RayEngine:
 
     def _resources(self, bundle: int, *, gpus: float) -> dict[str, Any]:
         """Return where an actor runs."""
+        assert self._placement is not None
         return {
             "num_cpus": 1,
             "num_gpus": gpus if self._config.device == "cuda" else 0,

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import MOMENTS, OPTIMIZER_FILE, stored
@@ -153,8 +154,8 @@ class ShardedState:
             config.save_pretrained(str(directory))
             return
         self._module.config.save_pretrained(directory)
-        if self._module.generation_config is not None:
-            self._module.generation_config.save_pretrained(directory)
+        if (generation := self._module.generation_config) is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            generation.save_pretrained(directory)
         copy_tokenizer(self._source_dir, directory)
 
 
@@ -164,7 +165,7 @@ def _write_tensors(
     """Write tensors, in slices or the same on every rank, whole into one file."""
     parts = directory / f".{file_name}.parts"
     writer = HuggingFaceStorageWriter(path=str(parts), save_distributed=True, enable_consolidation=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group)
+    save(tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
         (parts / _JOINED_FILE).rename(directory / file_name)
         shutil.rmtree(parts)
@@ -174,4 +175,4 @@ def _write_tensors(
 def _read_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill tensors, each rank its slices, from the safetensors files of a directory."""
     reader = HuggingFaceStorageReader(path=str(directory))
-    dcp.load(tensors, storage_reader=reader, process_group=group)
+    load(tensors, storage_reader=reader, process_group=group)

@@ -77,7 +77,7 @@ def shard(
     if recompute:
         for layer in layers:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # pyright: ignore[reportArgumentType]
             layer.training = True  # the layer alone, as recomputing demands; dropout below it stays off
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     scorer = Scorer(module)

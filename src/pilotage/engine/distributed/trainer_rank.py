@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from pilotage.engine.distributed.fsdp import FsdpTrainer, TrainerOptions
 from pilotage.engine.distributed.weight_transfer import Channel, ReplicaClient, open_sender
@@ -30,14 +31,14 @@ class TrainerRank:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._trainer: FsdpTrainer | None = None
         self._sender: Any = None
 
     def listen(self) -> Rendezvous:
         """Open the store, on a port that the system chooses; rank 0 only."""
         address = node_address()
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             address, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=_COLLECTIVE_TIMEOUT
         )
         return Rendezvous(address=address, port=self._store.port)
@@ -49,7 +50,7 @@ class TrainerRank:
             ConfigError: the directory is no usable model, or the options do not fit it.
         """
         if self._store is None:
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 meeting.address, meeting.port, self._world_size, is_master=False, timeout=_COLLECTIVE_TIMEOUT
             )
         chosen = torch.device(device, 0) if device == "cuda" else torch.device(device)

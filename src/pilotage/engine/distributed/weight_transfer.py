@@ -76,7 +76,7 @@ def open_sender(trainer: FsdpTrainer, client: ReplicaClient, channel: Channel, *
         WeightTransferTrainerFactory,
     )
 
-    class Source(WeightSource):
+    class Source(WeightSource):  # pyright: ignore[reportUntypedBaseClass]
         """The trainer's weights, made whole one after the other."""
 
         def metadata(self) -> list[Any]:
