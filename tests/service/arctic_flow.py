@@ -59,8 +59,8 @@ def flow(base_url: str) -> dict[str, Any]:
         seen["generated"] = client.generate([[5, 6, 7]], {"max_tokens": 3, "seed": 1, "temperature": 1.0})
         seen["saved"] = attempt(client.save_checkpoint)
         seen["reset"] = client.reset_prefix_cache()
-        seen["fwd_no_grad"] = attempt(lambda: sorted(client.fwd_no_grad(batch)))
-        seen["load_checkpoint"] = attempt(lambda: client.load_checkpoint("none"))
+        seen["fwd_no_grad"] = attempt(lambda: client.fwd_no_grad(batch))  # pyright: ignore - no types
+        seen["load_checkpoint"] = attempt(lambda: client.load_checkpoint("none"))  # pyright: ignore - no types
     return seen
 
 

@@ -129,13 +129,13 @@ def cases(mode: GenerationMode) -> list[Any]:
     schema = schemathesis.openapi.from_dict(document())
     found: list[Any] = []
     for result in schema.get_all_operations():
-        operation = result.ok()
+        operation = result.ok()  # pyright: ignore[reportAttributeAccessIssue] - raises where it is no operation
         if mode is GenerationMode.NEGATIVE and not (operation.query or operation.body):
             continue
 
         @settings(
             max_examples=EXAMPLES, phases=[Phase.generate], derandomize=True, database=None, deadline=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         @given(operation.as_strategy(generation_mode=mode))
         def collect(case: Any) -> None:
@@ -229,7 +229,7 @@ def bodies(seed: int, count: int) -> Iterator[bytes]:
     for index in range(count):
         frame = frames[rng.integers(len(frames))]
         if index % 8 == 0:
-            yield rng.bytes(rng.integers(0, 400))
+            yield rng.bytes(int(rng.integers(0, 400)))
         elif index % 8 == 1:
             yield frame
         else:
