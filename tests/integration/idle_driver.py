@@ -1,6 +1,6 @@
 """A driver that holds a job and does nothing.
 
-    idle_driver.py BASE_URL RUN_DIRECTORY LEASE_S STARTUP_TIMEOUT_S GPUS
+idle_driver.py BASE_URL RUN_DIRECTORY LEASE_S STARTUP_TIMEOUT_S GPUS
 """
 
 import asyncio
