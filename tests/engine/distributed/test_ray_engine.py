@@ -180,6 +180,7 @@ async def test_a_cluster_without_the_devices_is_refused_in_time(cluster: None, m
         max_context_tokens=64,
         max_batch=4,
         trainer=OPTIONS,
+        stop_token_ids=(STOP,),
         placement_timeout_s=1.0,
     )
     with pytest.raises(ConfigError, match=r"did not place .*'CPU': 9.* free"):

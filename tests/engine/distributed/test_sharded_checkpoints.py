@@ -126,6 +126,8 @@ def test_with_lora_the_base_is_frozen_and_the_adapter_alone_is_saved(
     assert json.loads((directory / "adapter_config.json").read_text())["r"] == 4
 
 
+# peft asks the model under a name that transformers is about to drop.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_adapter_moves_between_numbers_of_ranks_and_peft_reads_it(
     model_dirs: dict[str, Path], two_ranks: World, tmp_path: Path
 ) -> None:

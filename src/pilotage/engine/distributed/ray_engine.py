@@ -403,8 +403,9 @@ class RayEngine:
 
     def _fail(self, why: str) -> TrainerError:
         """End the engine, and return what every later call raises."""
+        reason = " ".join(why.split()).rstrip(".")  # Ray's errors have many lines
         self._failure = TrainerError(
-            f"the engine is lost: {why}. Start the job again from its last checkpoint"
+            f"the engine is lost: {reason}. Start the job again from its last checkpoint"
         )
         self._kill()
         return self._failure
