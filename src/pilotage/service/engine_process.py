@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,7 @@ async def serve_engine(directory: Path, open_engine: OpenEngine) -> None:
         opening.cancel()
         watching.cancel()
     await host.close()
+    shutil.rmtree(spec.socket.parent, ignore_errors=True)  # where no front is left to do it
 
 
 async def _open(host: EngineHost) -> None:
