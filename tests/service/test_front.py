@@ -1,12 +1,16 @@
 """What a client may ask: owners apart, bodies closed, ids that are no paths, errors in one shape."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.service.rig import PREFIX, Rig, batch, job_body, rig, step_body
 
 from pilotage.service.tokens import create_token
+from pilotage.wire.chunks import ChunkKind, split_frame
+from pilotage.wire.frames import encode_frame
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -198,6 +202,30 @@ async def test_gradients_accumulate_until_step_and_metrics_are_kept_with_a_curso
         assert rest["next_cursor"] == 3
         empty = await service.core(job_id, "step", operation_id="t", sequence=4, json=step_body())
         assert (empty.status_code, empty.json()["code"]) == (400, "trainer_error")
+
+
+async def test_stock_calls_are_in_the_metric_series_with_their_figures(tmp_path: Path) -> None:
+    ids = np.arange(1, 9).reshape(2, 4)
+    context = {
+        "advantages": np.ones((2, 4), np.float32),
+        "loss_mask": np.ones((2, 4), np.bool_) & (np.arange(4) < 3),
+        "old_log_probs_shifted": np.full((2, 4), -1, np.float32),
+    }
+    tree = {"args": (), "kwargs": {"input_ids": ids}, "context": context, "processing": {"loss_fn": "grpo"}}
+    chunks = split_frame(encode_frame(tree), kind=ChunkKind.REQUEST, operation="fwd-bwd", force=True)
+    async with rig(tmp_path) as service:
+        job_id = await service.running()
+        calls = (("forward-backward", chunks[0]), ("step", b"{}"))
+        for path, body in calls:
+            accepted = await service.http.post(f"{PREFIX}/{job_id}/{path}", content=body)
+            url = f"{PREFIX}/{job_id}/requests/{accepted.json()['request_id']}"
+            async with asyncio.timeout(20):
+                while (await service.http.get(url)).json()["status"] in ("pending", "running"):  # noqa: ASYNC110 - a poll
+                    await asyncio.sleep(0.02)
+        records = (await service.http.get(f"{PREFIX}/{job_id}/core/metrics")).json()["records"]
+        assert [record["verb"] for record in records] == ["forward-backward", "step"]
+        assert records[0]["values"]["trained_tokens"] == 6.0
+        assert records[1]["values"]["num_backwards"] == 1.0
 
 
 async def _list(service: Rig, query: str) -> list[str]:

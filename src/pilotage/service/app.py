@@ -9,34 +9,30 @@ A token is looked up by its digest and appears in no log and no reply. A job of 
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import date
 from typing import Any
 from urllib.parse import quote
 
 import orjson
-from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pilotage.errors import PilotageError
-from pilotage.service.core_routes import MAX_WAIT_S, SOURCE_HEADER, parse
+from pilotage.service.bodies import json_object, parse, whole_number
+from pilotage.service.core_routes import MAX_WAIT_S, SOURCE_HEADER
 from pilotage.service.forwarding import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, forward, read_bounded
 from pilotage.service.jobs import Job, Jobs, Place
 from pilotage.service.logs import read_page, tail
 from pilotage.service.openapi import document
-from pilotage.service.operations import error_body
-from pilotage.service.refusals import Refusal, error_response, http_error, invalid, json_response
+from pilotage.service.refusals import Refusal, error_response, exception_handlers, json_response
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (
     Capabilities,
-    ErrorBody,
     ErrorCode,
     LeaseBody,
     LeaseState,
@@ -71,12 +67,7 @@ class Service:
         self.app = Starlette(
             routes=[Route("/health", _health), Route("/openapi.json", _openapi), *self._routes()],
             middleware=[Middleware(_RequestId)],
-            exception_handlers={
-                Refusal: _refused,
-                PilotageError: _failed,
-                HTTPException: http_error,
-                Exception: _broken,
-            },
+            exception_handlers=exception_handlers("the service"),
         )
         # A redirect has no error body, and repeats the caller's Host.
         self.app.router.redirect_slashes = False
@@ -145,11 +136,7 @@ class Service:
 
     async def _create(self, request: Request) -> Response:
         place = self._place(request)
-        raw = await read_bounded(request, _SMALL_BODY_BYTES)
-        try:
-            body = CreateJobBody.model_validate_json(raw)
-        except ValidationError as error:
-            raise invalid(error) from None
+        body = parse(CreateJobBody, await read_bounded(request, _SMALL_BODY_BYTES))
         _require_storable(body)
         job = self._jobs.create(place, body)
         return json_response({"job_id": job.id})
@@ -174,7 +161,10 @@ class Service:
             and query.get("submitted_by", job.place.owner) == job.place.owner
             and _is_between(job, query.get("created_after"), query.get("created_before"))
         ]
-        start, limit = _whole(query.get("page_token"), 0), max(1, min(_whole(query.get("limit"), 100), 1000))
+        start, limit = (
+            whole_number(query.get("page_token"), 0),
+            max(1, min(whole_number(query.get("limit"), 100), 1000)),
+        )
         page = [
             _record(job) | {"database_name": job.place.database, "schema_name": job.place.schema}
             for job in jobs[start : start + limit]
@@ -242,17 +232,19 @@ class Service:
         return Response(status_code=204)
 
     async def _logs(self, request: Request, job: Job) -> Response:
-        query = request.query_params
+        return self._log_page(job, request.query_params)
+
+    def _log_page(self, job: Job, wanted: Mapping[str, Any]) -> Response:
         page = read_page(
             self._jobs.log_of(job),
-            cursor=_whole(query.get("cursor"), 0),
-            max_lines=_whole(query.get("max_lines"), 1000),
+            cursor=whole_number(wanted.get("cursor"), 0),
+            max_lines=whole_number(wanted.get("max_lines"), 1000),
             has_ended=job.status in ENDED,
         )
         return json_response(page)
 
     async def _metrics(self, request: Request, job: Job) -> Response:
-        cursor = _whole(request.query_params.get("cursor"), 0)
+        cursor = whole_number(request.query_params.get("cursor"), 0)
         path = self._jobs.directory_of(job) / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last may be half written
         records = [_metric(index, line) for index, line in enumerate(lines[cursor : cursor + 1000], cursor)]
@@ -276,21 +268,13 @@ class Service:
 
     async def _operation(self, request: Request, job: Job) -> Response:
         body = await read_bounded(request, _OPERATION_BYTES)
-        if b"tail-logs" not in body:
-            return await self._forward(request, job, {}, body)
-        content = _object(body)
+        content = json_object(body) if b"tail-logs" in body else {}
         if content.get("operation_type") != "tail-logs":
             return await self._forward(request, job, {}, body)
         payload = content.get("payload") or {}
         if not isinstance(payload, dict):
             raise Refusal(ErrorCode.INVALID, "payload is an object", path="payload")
-        page = read_page(
-            self._jobs.log_of(job),
-            cursor=_whole(payload.get("cursor"), 0),
-            max_lines=_whole(payload.get("max_lines"), 1000),
-            has_ended=job.status in ENDED,
-        )
-        return json_response(page)
+        return self._log_page(job, payload)
 
     async def _forward(
         self, request: Request, job: Job, headers: dict[str, str], body: bytes | None = None
@@ -339,27 +323,8 @@ def _is_between(job: Job, after: str | None, before: str | None) -> bool:
     return (after is None or created >= after) and (before is None or created < before)
 
 
-def _whole(value: Any, default: int) -> int:
-    if value is None or value == "":
-        return default
-    text = str(value)
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise Refusal(ErrorCode.INVALID, f"expected a whole number, got {text[:40]!r}")
-    return int(text)
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Refusal(ErrorCode.INVALID, f"the body is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise Refusal(ErrorCode.INVALID, "the body is a JSON object")
-    return content
-
-
 def _source_job_id(body: bytes) -> str | None:
-    source = _object(body).get("source_job_id")
+    source = json_object(body).get("source_job_id")
     if source is not None and not isinstance(source, str):
         raise Refusal(ErrorCode.INVALID, "source_job_id is a string", path="source_job_id")
     return source
@@ -390,24 +355,6 @@ async def _health(request: Request) -> Response:
 
 async def _openapi(request: Request) -> Response:
     return json_response(document())
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return error_response(error.body, error.status)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PilotageError)
-    return error_response(error_body(error))
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ClientDisconnect):
-        _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(
-        ErrorBody(code=ErrorCode.UNAVAILABLE, message="the service failed on this request"), 500
-    )
 
 
 class _RequestId:

@@ -4,7 +4,6 @@ Invariant: a checkpoint exists exactly if its record does; the record is written
 the disk alone says what there is, whatever was killed when.
 """
 
-import os
 import re
 import shutil
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from pilotage.files import write_atomically
 from pilotage.service.refusals import Refusal
 from pilotage.wire.core import OPERATION_ID_PATTERN, CheckpointRecord, ErrorCode
 
@@ -34,7 +34,7 @@ class Checkpoints:
         Raises:
             Refusal: the id is none.
         """
-        if not _ID.match(checkpoint_id) or checkpoint_id.endswith("\n"):
+        if not _ID.fullmatch(checkpoint_id):
             raise Refusal(
                 ErrorCode.INVALID, "a checkpoint id is 1 to 64 of A-Z a-z 0-9 _ -", path="checkpoint_id"
             )
@@ -72,9 +72,7 @@ class Checkpoints:
             size_bytes=size,
             sha256=digest,
         )
-        partial = self._directory / f".{checkpoint_id}.json.partial"
-        partial.write_text(record.model_dump_json() + "\n", encoding="utf-8")
-        os.replace(partial, self._record_path(checkpoint_id))
+        write_atomically(self._record_path(checkpoint_id), record.model_dump_json().encode() + b"\n")
         return record
 
     def files(self, checkpoint_id: str) -> dict[str, int]:

@@ -8,14 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import orjson
-from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pilotage.service.engine_host import EngineHost, json_reply
+from pilotage.service.bodies import parse
+from pilotage.service.engine_host import EngineHost, figures, json_reply
 from pilotage.service.operations import Operation, Reply, Work
-from pilotage.service.refusals import Refusal, error_response, invalid, json_response
+from pilotage.service.refusals import Refusal, error_response, json_response
 from pilotage.types import AdamParams
 from pilotage.wire.core import (
     FREE_VERBS,
@@ -102,13 +102,14 @@ class CoreRoutes:
         async def work() -> Reply:
             samples, loss, denominators = await _in_thread(body, lambda: unpack_samples(decode_frame(body)))
             result = await self._host.forward_backward(samples, loss, denominators)
-            return Reply(content=record_to_json(result))
+            return Reply(content=record_to_json(result), values=figures(result))
 
         return work
 
     def _step(self, body: bytes, request: Request) -> Work:
         async def work() -> Reply:
-            return Reply(content=record_to_json(await self._host.step(_adam(body))))
+            result = await self._host.step(_adam(body))
+            return Reply(content=record_to_json(result), values=figures(result))
 
         return work
 
@@ -181,21 +182,9 @@ def _adam(body: bytes) -> AdamParams:
     return params
 
 
-def parse[T: BaseModel](body_type: type[T], body: bytes) -> T:
-    """Read a JSON body.
-
-    Raises:
-        Refusal: it is not one, with the path.
-    """
-    try:
-        return body_type.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise invalid(error) from None
-
-
 def _operation_id(request: Request) -> str:
     operation_id = request.query_params.get("operation_id", "")
-    if not re.match(OPERATION_ID_PATTERN, operation_id) or operation_id.endswith("\n"):
+    if not re.fullmatch(OPERATION_ID_PATTERN, operation_id):
         raise Refusal(ErrorCode.INVALID, "give operation_id: 1 to 64 of A-Z a-z 0-9 _ -", path="operation_id")
     return operation_id
 

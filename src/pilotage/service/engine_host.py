@@ -21,8 +21,7 @@ from pilotage.rendering import TokenizerFile
 from pilotage.service.checkpoints import Checkpoints
 from pilotage.service.operations import Operation, Operations, Reply, Work, digest_of
 from pilotage.service.refusals import Refusal
-from pilotage.types import AdamParams, ForwardBackwardResult, LossConfig, Sample, StepResult
-from pilotage.types.training import Denominators
+from pilotage.types import AdamParams, Denominators, ForwardBackwardResult, LossConfig, Sample, StepResult
 from pilotage.wire.core import CheckpointRecord, CoreState, ErrorCode, LoadBody, PublishResult, SaveBody
 from pilotage.wire.jobs import CreateJobBody
 
@@ -85,9 +84,9 @@ class EngineHost:
         """Why the engine could not be opened."""
         self._open_engine = open_engine
         self._engine: Engine | None = None
-        self._global_steps = 0
+        self.global_steps = 0
+        """Optimizer steps behind the weights."""
         self._metrics = spec.directory / "metrics.jsonl"
-        self._values: dict[str, dict[str, float]] = {}
         self.asked = asyncio.Event()
         """Set whenever a front asks how the engine is."""
 
@@ -212,21 +211,13 @@ class EngineHost:
                 f"a sample has {longest} tokens, the trainer takes {self.engine.max_context_tokens}",
                 path="lengths",
             )
-        result = await self.engine.forward_backward(samples, loss, denominators=denominators)
-        self.note("forward_backward", result)
-        return result
+        return await self.engine.forward_backward(samples, loss, denominators=denominators)
 
     async def step(self, params: AdamParams) -> StepResult:
         """Apply the gradient."""
         result = await self.engine.step(params)
-        self._global_steps += 1
-        self.note("step", result)
+        self.global_steps += 1
         return result
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps behind the weights."""
-        return self._global_steps
 
     async def publish(self) -> PublishResult:
         """Give the sampler the trainer's weights."""
@@ -241,7 +232,7 @@ class EngineHost:
             self.checkpoints.add,
             body.checkpoint_id,
             is_weights_only=body.weights_only,
-            global_steps=self._global_steps,
+            global_steps=self.global_steps,
             weights_version=self.engine.weights_version,
         )
 
@@ -254,15 +245,10 @@ class EngineHost:
         checkpoints = Checkpoints(source / "checkpoints")
         record = checkpoints.get(body.checkpoint_id)
         await self.engine.load(checkpoints.path_of(body.checkpoint_id))
-        self._global_steps = record.global_steps
+        self.global_steps = record.global_steps
         return record
 
     # --- metrics ---
-
-    def note(self, verb: str, result: Any) -> None:
-        """Keep the figures of an operation until it ends."""
-        numbers = {k: float(v) for k, v in asdict(result).items() if isinstance(v, int | float)}
-        self._values[verb] = numbers
 
     def _record(self, operation: Operation) -> None:
         """Append a finished operation of the trainer to the job's series."""
@@ -274,7 +260,7 @@ class EngineHost:
             "verb": operation.verb,
             "status": operation.status,
             "duration_s": ended_at - operation.created_at,
-            "values": self._values.pop(operation.verb, {}),
+            "values": {} if operation.reply is None else operation.reply.values,
         }
         with self._metrics.open("ab") as file:
             file.write(to_json(line, inf_nan_mode="strings") + b"\n")
@@ -283,3 +269,8 @@ class EngineHost:
 def json_reply(text: str) -> Reply:
     """Return a reply of JSON text."""
     return Reply(content=text.encode())
+
+
+def figures(result: ForwardBackwardResult | StepResult) -> dict[str, float]:
+    """Return the numbers of a result; what was not measured is absent."""
+    return {name: float(value) for name, value in asdict(result).items() if isinstance(value, int | float)}

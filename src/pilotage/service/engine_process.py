@@ -15,18 +15,14 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pilotage.errors import PilotageError
 from pilotage.service.core_routes import CoreRoutes
 from pilotage.service.engine_host import EngineHost, JobSpec, OpenEngine
-from pilotage.service.operations import error_body
-from pilotage.service.refusals import Refusal, error_response, http_error, json_response
+from pilotage.service.refusals import exception_handlers, json_response
 from pilotage.service.stock_routes import StockRoutes
-from pilotage.wire.core import ErrorBody, ErrorCode
 
 _LOG = logging.getLogger(__name__)
 _ORPHAN_S = 60.0
@@ -47,31 +43,7 @@ def build_app(host: EngineHost) -> Starlette:
         return json_response(state | {"in_flight": host.operations.num_in_flight})
 
     routes = [Route("/health", health), *CoreRoutes(host).routes(), *StockRoutes(host).routes()]
-    return Starlette(
-        routes=routes,
-        exception_handlers={
-            Refusal: _refused,
-            PilotageError: _failed,
-            HTTPException: http_error,
-            Exception: _broken,
-        },
-    )
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return error_response(error.body, error.status)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PilotageError)
-    return error_response(error_body(error))
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = ErrorBody(code=ErrorCode.UNAVAILABLE, message=f"the engine process failed: {type(error).__name__}")
-    return error_response(body, 500)
+    return Starlette(routes=routes, exception_handlers=exception_handlers("the engine process"))
 
 
 async def serve_engine(directory: Path, open_engine: OpenEngine) -> None:

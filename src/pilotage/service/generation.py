@@ -16,10 +16,10 @@ from pilotage.errors import SamplerError
 from pilotage.rendering import TokenizerFile
 from pilotage.rendering.tokenizer import Markup
 from pilotage.service.engine_host import EngineHost
-from pilotage.service.operations import error_body
-from pilotage.service.refusals import Refusal
-from pilotage.types import Completion, Sample, SamplingParams, TokenIds
+from pilotage.service.refusals import Refusal, error_body
+from pilotage.types import Completion, SamplingParams, TokenIds
 from pilotage.wire.core import ErrorCode
+from pilotage.wire.samples import scored_sample
 
 _MAX_PROMPTS = 16_384
 _PARAMS = {
@@ -217,18 +217,7 @@ def _wants(settings: Mapping[str, Any], key: str, path: str) -> bool:
 
 async def _prompt_logprobs(wish: Wish, host: EngineHost) -> NDArray[np.float32]:
     ids = wish.prompt_ids
-    mask = np.ones(ids.size, np.bool_)
-    mask[0] = False
-    zeros = np.zeros(ids.size, np.float32)
-    sample = Sample(
-        sequence_id="prompt",
-        group_id="prompt",
-        token_ids=ids.copy(),
-        loss_mask=mask,
-        sampler_logprobs=zeros.copy(),
-        advantages=zeros.copy(),
-        weights_versions=np.zeros(ids.size, np.int32),
-    )
+    sample = scored_sample(ids.copy(), np.arange(ids.size) > 0, name="prompt")
     (logprobs,) = await host.engine.forward([sample], temperature=wish.params.temperature or 1.0)
     return logprobs
 

@@ -24,6 +24,7 @@ from pilotage.processes import ProcessIdentity
 from pilotage.service.checkpoints import Checkpoints
 from pilotage.service.engine_host import JobSpec
 from pilotage.service.engines import Engine, EngineAddress, new_socket, start_engine
+from pilotage.service.logs import tail
 from pilotage.service.refusals import Refusal
 from pilotage.service.store import Store
 from pilotage.wire.core import ErrorCode
@@ -446,8 +447,6 @@ class Jobs:
         self._store.put_job(job.id, job.created_at, job.to_json())
 
     def _last_words(self, job: Job) -> str:
-        from pilotage.service.logs import tail
-
         return " | ".join(tail(self.log_of(job), 3))[-500:] or "it ended without a word"
 
     # --- sums and paths ---

@@ -11,19 +11,12 @@ effect nobody depends on, are kept until `_KEPT_BYTES` or `_KEPT_S` is reached, 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from pilotage.errors import (
-    ContextExceededError,
-    InvalidBodyError,
-    PilotageError,
-    SamplerError,
-    TrainerError,
-    WeightsChangingError,
-)
-from pilotage.service.refusals import Refusal
+from pilotage.errors import PilotageError
+from pilotage.service.refusals import Refusal, error_body
 from pilotage.wire.core import OCTET_STREAM, ErrorBody, ErrorCode
 
 _KEPT_BYTES = 256 * 2**20
@@ -40,7 +33,8 @@ class Reply:
 
     content: bytes
     media_type: str = "application/json"
-    status: int = 200
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Figures for the job's metric series."""
 
     @property
     def is_frame(self) -> bool:
@@ -102,7 +96,6 @@ class Operations:
         self._by_id: dict[str, Operation] = {}
         self._free_outcomes: deque[Operation] = deque()
         """Free operations that have ended, oldest first: those that may be forgotten."""
-        self._id_at: dict[int, str] = {}
         self._waiting: dict[int, tuple[Operation, Work]] = {}
         self._kept_bytes = 0
         self._last_taken = 0
@@ -153,7 +146,7 @@ class Operations:
         if known is not None:
             return known
         number = self.next_sequence if sequence is None else sequence
-        if number in self._id_at or number < self._next_to_run:
+        if number in self._waiting or number < self._next_to_run + self._is_busy:
             raise Refusal(
                 ErrorCode.CONFLICT,
                 f"sequence {number} was used by another operation; the next number is {self.next_sequence}."
@@ -165,7 +158,6 @@ class Operations:
                 f"sequence {number} is too far ahead of {self._next_to_run}, which has not arrived",
             )
         operation = self._add(operation_id, verb, digest, number)
-        self._id_at[number] = operation_id
         self._last_taken = max(self._last_taken, number)
         self._waiting[number] = (operation, work)
         self._run_next()
@@ -267,25 +259,6 @@ class Operations:
             operation = outcomes.popleft()
             self._kept_bytes -= _size(operation)
             del self._by_id[operation.id]
-
-
-def error_body(error: PilotageError) -> ErrorBody:
-    """Return the wire's form of an error of the engine."""
-    if isinstance(error, ContextExceededError):
-        return ErrorBody(code=ErrorCode.CONTEXT_EXCEEDED, message=str(error))
-    if isinstance(error, WeightsChangingError):
-        return ErrorBody(
-            code=ErrorCode.WEIGHTS_CHANGING,
-            message=str(error),
-            retryable=True,
-            retry_after_s=error.retry_after_s,
-        )
-    if isinstance(error, SamplerError):
-        return ErrorBody(code=ErrorCode.SAMPLER_ERROR, message=str(error), retryable=error.retryable)
-    if isinstance(error, TrainerError):
-        return ErrorBody(code=ErrorCode.TRAINER_ERROR, message=str(error))
-    path = error.path if isinstance(error, InvalidBodyError) else None
-    return ErrorBody(code=ErrorCode.INVALID, message=str(error), path=path or None)
 
 
 def _size(operation: Operation) -> int:

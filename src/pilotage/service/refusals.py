@@ -1,14 +1,26 @@
 """An answer that is an error: its body, its HTTP status, and the response that carries it."""
 
+import logging
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
+from pilotage.errors import (
+    ContextExceededError,
+    InvalidBodyError,
+    PilotageError,
+    SamplerError,
+    TrainerError,
+    WeightsChangingError,
+)
 from pilotage.wire.core import HTTP_STATUS, ErrorBody, ErrorCode
+
+_LOG = logging.getLogger(__name__)
 
 
 class Refusal(Exception):
@@ -48,11 +60,61 @@ def error_response(body: ErrorBody, status: int | None = None) -> Response:
     )
 
 
-async def http_error(request: Request, error: Exception) -> Response:
-    """Answer a path or method that no route takes, in the one shape of errors."""
+def exception_handlers(who: str) -> dict[type[Exception], ExceptionHandler]:
+    """Return what an app needs to answer every error in the one shape.
+
+    Args:
+        who: failed, where the error is nobody's refusal.
+    """
+
+    async def broken(request: Request, error: Exception) -> Response:
+        if not isinstance(error, ClientDisconnect):
+            _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        body = ErrorBody(code=ErrorCode.UNAVAILABLE, message=f"{who} failed on this request")
+        return error_response(body, 500)
+
+    return {
+        Refusal: _refused,
+        PilotageError: _failed,
+        HTTPException: _no_route,
+        Exception: broken,
+    }  # pyright: ignore[reportReturnType] - each handler asserts its own error
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error_response(error.body, error.status)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PilotageError)
+    return error_response(error_body(error))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer a path or method that no route takes."""
     assert isinstance(error, HTTPException)
     body = ErrorBody(code=ErrorCode.NOT_FOUND, message=f"{request.method} of this path: {error.detail}")
     return error_response(body, error.status_code)
+
+
+def error_body(error: PilotageError) -> ErrorBody:
+    """Return the wire's form of an error of the engine."""
+    if isinstance(error, ContextExceededError):
+        return ErrorBody(code=ErrorCode.CONTEXT_EXCEEDED, message=str(error))
+    if isinstance(error, WeightsChangingError):
+        return ErrorBody(
+            code=ErrorCode.WEIGHTS_CHANGING,
+            message=str(error),
+            retryable=True,
+            retry_after_s=error.retry_after_s,
+        )
+    if isinstance(error, SamplerError):
+        return ErrorBody(code=ErrorCode.SAMPLER_ERROR, message=str(error), retryable=error.retryable)
+    if isinstance(error, TrainerError):
+        return ErrorBody(code=ErrorCode.TRAINER_ERROR, message=str(error))
+    path = error.path if isinstance(error, InvalidBodyError) else None
+    return ErrorBody(code=ErrorCode.INVALID, message=str(error), path=path or None)
 
 
 def invalid(error: ValidationError) -> Refusal:

@@ -12,10 +12,9 @@ from typing import Any
 
 import orjson
 
+from pilotage.service.bodies import whole_number
 from pilotage.service.operations import Operation
-from pilotage.service.refusals import Refusal
 from pilotage.wire.chunks import ChunkKind, split_frame
-from pilotage.wire.core import ErrorCode
 
 _STATUS = {"waiting": "pending", "running": "running", "done": "completed", "failed": "failed",
            "cancelled": "cancelled"}  # fmt: skip
@@ -97,15 +96,11 @@ def _stream_page(stream: Stream, count: int, position: int | None) -> dict[str, 
 def _count(text: str | None) -> int:
     if text is None:
         return _DEFAULT_EVENTS
-    return max(1, min(_position(text) or 0, _MAX_EVENTS))
+    return max(1, min(whole_number(text, 0), _MAX_EVENTS))
 
 
 def _position(text: str | None) -> int | None:
-    if not text:
-        return None
-    if not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise Refusal(ErrorCode.INVALID, f"expected a whole number, got {text[:40]!r}")
-    return int(text)
+    return whole_number(text, 0) if text else None
 
 
 def _rfc3339(at: float) -> str:

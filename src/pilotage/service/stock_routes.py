@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pilotage.service.bodies import json_object, parse
 from pilotage.service.chunk_groups import ChunkGroups
-from pilotage.service.core_routes import SOURCE_HEADER, parse
-from pilotage.service.engine_host import EngineHost, json_reply
+from pilotage.service.core_routes import SOURCE_HEADER
+from pilotage.service.engine_host import EngineHost, figures, json_reply
 from pilotage.service.generation import error_event, generate, read_wishes
 from pilotage.service.operations import Operation, Reply, Work
 from pilotage.service.refusals import Refusal, invalid, json_response
@@ -131,9 +132,9 @@ class StockRoutes:
                 "post_process_outputs": {},
             }
             if logprobs is None:
-                return Reply(content=orjson.dumps(reply))
+                return Reply(content=orjson.dumps(reply), values=figures(result))
             reply["post_process_outputs"] = {"logprobs": to_rows(batch.layout, logprobs)}
-            return Reply(content=encode_frame(reply), media_type=OCTET_STREAM)
+            return Reply(content=encode_frame(reply), media_type=OCTET_STREAM, values=figures(result))
 
         try:
             operation = await self._submit("forward-backward", work, request_id, frame)
@@ -150,15 +151,12 @@ class StockRoutes:
 
         async def work() -> Reply:
             result = await self._host.step(params)
-            return Reply(
-                content=orjson.dumps(
-                    {
-                        "global_steps": self._host.global_steps,
-                        "last_lr": result.learning_rate,
-                        "metrics": {"grad_norm": result.grad_norm, "num_backwards": result.num_backwards},
-                    }
-                )
-            )
+            reply = {
+                "global_steps": self._host.global_steps,
+                "last_lr": result.learning_rate,
+                "metrics": {"grad_norm": result.grad_norm, "num_backwards": result.num_backwards},
+            }
+            return Reply(content=orjson.dumps(reply), values=figures(result))
 
         return self._accepted((await self._submit("step", work, _request_id(None), raw)).id)
 
@@ -208,7 +206,7 @@ class StockRoutes:
 
     async def _generate_stream(self, request: Request) -> Response:
         body = await request.body()
-        tree = _json_object(body) if body[:1] == b"{" else decode_frame(body)
+        tree = json_object(body) if body[:1] == b"{" else decode_frame(body)
         wishes = read_wishes(tree, self._host)
         stream = Stream()
 
@@ -373,13 +371,6 @@ def _payload_bytes(body: OperationBody) -> bytes:
             "payload.payload_b64 holds a DSSST1 frame in base64",
             path="payload.payload_b64",
         ) from None
-
-
-def _json_object(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise Refusal(ErrorCode.INVALID, f"not JSON: {error}") from None
 
 
 def _stock_metrics(result: Any) -> dict[str, float]:
