@@ -9,12 +9,14 @@ from pilotage.algorithms.credit import to_samples
 from pilotage.algorithms.gap import LogprobGap, logprob_gap
 from pilotage.algorithms.groups import StepBatch, build_batch
 from pilotage.algorithms.losses import LossValue, TrainedTokens, policy_loss
+from pilotage.algorithms.versions import WeightsVersions
 
 __all__ = [
     "LogprobGap",
     "LossValue",
     "StepBatch",
     "TrainedTokens",
+    "WeightsVersions",
     "build_batch",
     "group_relative",
     "has_spread",

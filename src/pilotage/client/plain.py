@@ -13,7 +13,6 @@ last forward_backward, and counts no weights. So this engine
 import asyncio
 import contextlib
 import hashlib
-import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
@@ -21,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pilotage.client.http import Call, Http, Patience, json_call
+from pilotage.algorithms import WeightsVersions, logprob_gap
+from pilotage.client.http import Call, Http, json_call
 from pilotage.client.jobs import Jobs
 from pilotage.client.lease import leased
 from pilotage.client.paths import segment
@@ -57,10 +58,8 @@ from pilotage.wire.frames import encode_frame
 from pilotage.wire.grpo_out import check_stock_loss, from_stock_rows, to_stock
 from pilotage.wire.jobs import CreateJobBody, OptimizerConfig
 
-_log = logging.getLogger(__name__)
 _MAX_REPLY_BYTES = 128 * 2**20
 _REQUEST_S = 3600.0
-_CANCEL_S = 5.0
 
 
 def check_plain(body: CreateJobBody, *, loss: LossConfig, adam: AdamParams, sampling: SamplingParams) -> None:
@@ -111,9 +110,7 @@ class PlainEngine:
         self._requests = StockRequests(http, job_id, timeout_s=_REQUEST_S)
         self._body = body
         self._tasks = tasks
-        self._weights_version = 0
-        self._is_published = True
-        self._keeps_version = False
+        self._versions = WeightsVersions()
         self._has_gradient = False
         self._global_steps = 0
 
@@ -132,7 +129,7 @@ class PlainEngine:
     @property
     def weights_version(self) -> int:
         """Version of the weights that the sampler uses, as counted here."""
-        return self._weights_version
+        return self._versions.current
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -150,7 +147,7 @@ class PlainEngine:
             raise ContextExceededError(
                 f"a prompt of {prompt_ids.size} tokens leaves no room in {self.max_context_tokens}"
             )
-        version = self._weights_version
+        version = self._versions.current
         wishes = {
             "prompts": [np.asarray(prompt_ids, np.int32)],
             "sampling_params": _stock_params(params, turn_index, room=room, stops=self.stop_token_ids),
@@ -169,21 +166,12 @@ class PlainEngine:
             return _completion(await self._requests.result(request_id), version)
         except asyncio.CancelledError:
             if request_id:
-                self._tasks.create_task(self._forget(request_id))
+                self._tasks.create_task(
+                    self._jobs.cancel_request(self._job_id, request_id, is_repeatable=False)
+                )
             raise
         except ServiceError as error:
             raise SamplerError(str(error)) from error
-
-    async def _forget(self, request_id: str) -> None:
-        body = {"operation_type": "cancel-request", "payload": {"request_id": request_id}}
-        patience = Patience(total_s=_CANCEL_S)
-        try:
-            await self._http.call(
-                json_call("POST", self._path("/operation"), body, timeout_s=_CANCEL_S, patience=patience),
-                lambda reply: None,
-            )
-        except ServiceError as error:
-            _log.info("request %s was not cancelled: %s", request_id, error)
 
     # --- trainer ---
 
@@ -246,7 +234,8 @@ class PlainEngine:
     def _stepped(self, params: AdamParams, result: Mapping[str, Any]) -> StepResult:
         steps = result.get("global_steps")
         self._global_steps = int(steps) if isinstance(steps, int | float) else self._global_steps + 1
-        self._has_gradient = self._is_published = self._keeps_version = False
+        self._has_gradient = False
+        self._versions.changed()
         metrics = result.get("metrics")
         norm = metrics.get("grad_norm") if isinstance(metrics, dict) else None
         return StepResult(
@@ -281,24 +270,25 @@ class PlainEngine:
         payload = {
             "source_sub_job_id": f"{self._job_id}:training:0",
             "target_sub_job_ids": [f"{self._job_id}:sampling:{i}" for i in range(self._num_samplers)],
-            "weight_format": "lora" if self._has_adapter else "hf",
+            "weight_format": "lora" if self._body.has_adapter else "hf",
         }
         call = json_call("POST", "/operation", {"operation_type": "weight-sync", "payload": payload})
         await self._train(self._requests.result(await self._train(self._requests.submit(call))))
         drop = {"operation_type": "reset-prefix-cache", "payload": {"drain": True, "timeout_s": 60}}
         reset = json_call("POST", self._path("/operation"), drop, is_repeatable=True, timeout_s=120.0)
         await self._train(self._http.call(reset, lambda reply: None))
-        if not self._keeps_version:
-            self._weights_version += 1
-        self._is_published, self._keeps_version = True, False
-        return self._weights_version
+        version = self._versions.advance()
+        self._versions.published()
+        return version
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """Keep a checkpoint in the service, and write its name into a new directory."""
         record = await self._train(self._saved(weights_only=weights_only))
         if not record.checkpoint_id:
             raise TrainerError("the service saved a checkpoint without telling its id; nothing can load it")
-        RemoteCheckpoint(job_id=self._job_id, record=record, is_published=self._is_published).write(directory)
+        RemoteCheckpoint(job_id=self._job_id, record=record, is_published=self._versions.is_published).write(
+            directory
+        )
 
     async def _saved(self, *, weights_only: bool) -> CheckpointRecord:
         """Save, and put together what the service says about it."""
@@ -313,7 +303,7 @@ class PlainEngine:
             checkpoint_id=checkpoint_id,
             checkpoint_type=kind,
             global_steps=int(steps),
-            weights_version=self._weights_version,
+            weights_version=self._versions.current,
             created_at=str(result.get("created_at", "")),
             size_bytes=int(result.get("size_bytes", 0)),
             sha256=str(result.get("sha256", "")),
@@ -327,8 +317,8 @@ class PlainEngine:
             body["source_job_id"] = wanted.job_id
         request_id = await self._train(self._requests.submit(json_call("POST", "/load", body)))
         await self._train(self._requests.result(request_id))
-        self._weights_version, self._global_steps = wanted.record.weights_version, wanted.record.global_steps
-        self._is_published = self._keeps_version = wanted.is_published
+        self._versions.restored(wanted.record.weights_version, is_published=wanted.is_published)
+        self._global_steps = wanted.record.global_steps
         self._has_gradient = False
 
     async def close(self) -> None:
@@ -342,12 +332,6 @@ class PlainEngine:
     @property
     def _num_samplers(self) -> int:
         return sum(sub_job.job_type == "sampling" for sub_job in self._body.sub_job_configs)
-
-    @property
-    def _has_adapter(self) -> bool:
-        trainer = self._body.trainer
-        config = None if trainer is None else trainer.training_config
-        return config is not None and config.peft_config is not None
 
     async def _train[T](self, call: Awaitable[T]) -> T:
         """Await a trainer's call; where it failed because the job has ended, that is what is raised."""
@@ -417,11 +401,10 @@ def _measured(
     """Return what the service and the log-probs that it returned say about a batch."""
     metrics = result.get("metrics") or {}
     rows = (result.get("post_process_outputs") or {}).get("logprobs")
-    gaps = np.zeros(0)
+    gap = None
     if rows is not None and loss.reads_sampler_logprobs:
-        pairs = zip(samples, from_stock_rows(samples, np.asarray(rows)), strict=True)
-        parts = [(new - sample.sampler_logprobs)[sample.loss_mask] for sample, new in pairs]
-        gaps = np.concatenate(parts).astype(np.float64)
+        scored = from_stock_rows(samples, np.asarray(rows))
+        gap = logprob_gap(_trained(samples, scored), _trained(samples, [s.sampler_logprobs for s in samples]))
     clipped = metrics.get("clip_ratio")
     counts = Denominators.of(samples)
     return ForwardBackwardResult(
@@ -429,8 +412,14 @@ def _measured(
         trained_tokens=counts.trained_tokens,
         forwarded_tokens=sum(sample.token_ids.size for sample in samples),
         num_sequences=counts.num_sequences,
-        logprob_gap_mean=float(np.abs(gaps).mean()) if gaps.size else None,
-        logprob_gap_max=float(np.abs(gaps).max()) if gaps.size else None,
-        gap_k3=float((np.expm1(gaps) - gaps).mean()) if gaps.size else None,
+        logprob_gap_mean=None if gap is None else gap.mean,
+        logprob_gap_max=None if gap is None else gap.max,
+        gap_k3=None if gap is None else gap.k3,
         clip_fraction=float(clipped) if isinstance(clipped, int | float) else None,
     )
+
+
+def _trained(samples: Sequence[Sample], values: Sequence[Logprobs]) -> NDArray[np.float64]:
+    """Return [n] the values of trained tokens, sample after sample."""
+    parts = [value[sample.loss_mask] for sample, value in zip(samples, values, strict=True)]
+    return np.concatenate([np.zeros(0), *parts], dtype=np.float64)

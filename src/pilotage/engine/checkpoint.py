@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pilotage.algorithms import WeightsVersions
 from pilotage.errors import ConfigError, TrainerError
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -31,6 +32,11 @@ class Manifest:
     is_published: bool
     """Whether the sampler had these very weights, under this version."""
     format_version: int = 1
+
+    @classmethod
+    def of(cls, versions: WeightsVersions) -> "Manifest":
+        """Describe the weights as they are now."""
+        return cls(weights_version=versions.current, is_published=versions.is_published)
 
 
 def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], None]) -> None:

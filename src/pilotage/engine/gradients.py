@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pilotage.algorithms import TrainedTokens, logprob_gap, policy_loss
+from pilotage.errors import TrainerError
 from pilotage.types import Denominators, ForwardBackwardResult, LossConfig, Sample
 
 type _Floats = NDArray[np.float64]
@@ -84,6 +85,38 @@ def summarise(
         clip_fraction=None if gap is None else totals.clipped_tokens / tokens,
         kl_to_reference=totals.kl_sum / tokens if loss.kl_coef and tokens else None,
     )
+
+
+def align(samples: Sequence[Sample], values: Iterable[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+    """Put values where the tokens are that they speak of.
+
+    Args:
+        values: [n] of each sample's trained tokens, for those samples that have some.
+
+    Returns:
+        For each sample [L], 0 where the loss mask is not set.
+    """
+    remaining = iter(values)
+    aligned: list[NDArray[np.float32]] = []
+    for sample in samples:
+        row = np.zeros(sample.token_ids.size, np.float32)
+        if sample.trained_tokens:
+            row[sample.loss_mask] = next(remaining)
+        aligned.append(row)
+    return aligned
+
+
+def require_applicable(norm: float) -> None:
+    """Refuse a gradient that would spoil the weights.
+
+    Raises:
+        TrainerError: its norm is not finite.
+    """
+    if not np.isfinite(norm):
+        raise TrainerError(
+            f"the gradient's norm is {norm}; nothing was applied. Lower the learning rate, or resume"
+            " from the last checkpoint"
+        )
 
 
 def to_numpy(values: Tensor) -> _Floats:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from pilotage.algorithms import WeightsVersions
 from pilotage.engine.checkpoint import Manifest, read_manifest, write_checkpoint
 from pilotage.engine.decoder import Decoder
 from pilotage.engine.fused import FusedDecoder, Layout
@@ -54,9 +55,7 @@ class LocalEngine:
         self._model_dir = model_dir
         self._trainer_threads = trainer_threads
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pilotage-trainer")
-        self._weights_version = 0
-        self._is_published = True
-        self._keeps_version = False
+        self._versions = WeightsVersions()
 
     @classmethod
     async def open(
@@ -141,7 +140,7 @@ class LocalEngine:
     async def step(self, params: AdamParams) -> StepResult:
         """See `Trainer`."""
         result = await self._train(lambda: self._trainer.step(params))
-        self._is_published = self._keeps_version = False
+        self._versions.changed()
         return result
 
     async def publish(self) -> int:
@@ -153,15 +152,14 @@ class LocalEngine:
         Raises:
             TrainerError: sampler and trainer disagree on a fixed sequence.
         """
-        if not self._keeps_version:
-            self._weights_version += 1
+        version = self._versions.advance()
         await self._hand_over()
-        self._is_published, self._keeps_version = True, False
-        return self._weights_version
+        self._versions.published()
+        return version
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`."""
-        manifest = Manifest(weights_version=self._weights_version, is_published=self._is_published)
+        manifest = Manifest.of(self._versions)
 
         def write(partial: Path) -> None:
             self._trainer.save_state(partial, weights_only=weights_only)
@@ -174,8 +172,7 @@ class LocalEngine:
         check_model_dir(directory)
         manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
         await self._train(lambda: self._trainer.load_state(directory))
-        self._weights_version = manifest.weights_version
-        self._is_published = self._keeps_version = manifest.is_published
+        self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:
         """End both threads; calls that wait fail."""
@@ -198,7 +195,7 @@ class LocalEngine:
         """Copy weights trainer -> sampler, and compare both on the canary."""
 
         def hand_over() -> None:
-            version = self._weights_version
+            version = self._versions.current
             ids = _canary_ids(self._trainer.module.config.vocab_size, self.max_context_tokens)
             expected = self._trainer.logprobs(ids)[-_CANARY_DECODED:]
 

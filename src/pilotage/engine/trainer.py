@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
-from pilotage.engine.gradients import Totals, propagate, summarise, to_numpy
+from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.logprobs import trained_logprobs
 from pilotage.engine.modules import load_module
 from pilotage.errors import TrainerError
@@ -71,16 +71,13 @@ class TorchTrainer:
             temperature: the logits are divided by it before the softmax.
         """
         trained = [sample for sample in samples if sample.trained_tokens]
-        of_sample: dict[int, NDArray[np.float32]] = {}
+        values_of: dict[int, NDArray[np.float32]] = {}
         for micro_batch in split(trained, budget_tokens=self._micro_batch_tokens):
             with torch.no_grad():
                 values = _forward(self.module, micro_batch, temperature).float().cpu().numpy()
             ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
-            for sample, part in zip(micro_batch, np.split(values, ends[:-1]), strict=True):
-                aligned = np.zeros(sample.token_ids.size, np.float32)
-                aligned[sample.loss_mask] = part
-                of_sample[id(sample)] = aligned
-        return [of_sample.get(id(s), np.zeros(s.token_ids.size, np.float32)) for s in samples]
+            values_of |= zip(map(id, micro_batch), np.split(values, ends[:-1]), strict=True)
+        return align(samples, (values_of[id(sample)] for sample in trained))
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip, apply and clear the accumulated gradient.
@@ -95,11 +92,7 @@ class TorchTrainer:
         num_backwards = self._num_backwards
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         try:
-            if not np.isfinite(norm):
-                raise TrainerError(
-                    f"the gradient's norm is {norm}; nothing was applied. Lower the learning rate, or resume"
-                    " from the last checkpoint"
-                )
+            require_applicable(norm)
             if 0 < params.max_grad_norm < norm:
                 torch.nn.utils.clip_grads_with_norm_(parameters, params.max_grad_norm, torch.tensor(norm))
             for group in self._optimizer.param_groups:

@@ -33,7 +33,7 @@ from pilotage.engine.distributed.sharding import (
     shard,
     weight_shapes,
 )
-from pilotage.engine.gradients import Totals, propagate, summarise, to_numpy
+from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.modules import load_module
 from pilotage.errors import PilotageError, TrainerError
 from pilotage.types import AdamParams, Denominators, ForwardBackwardResult, LossConfig, Sample, StepResult
@@ -155,7 +155,7 @@ class FsdpTrainer:
             for number, indices in enumerate(micro_batches)
             for index, values in zip(indices, parts[rank][number], strict=True)
         }
-        return _align(samples or (), [values_of[index] for index in range(len(trained))])
+        return align(samples or (), [values_of[index] for index in range(len(trained))])
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip to the norm over all ranks, apply and clear the accumulated gradient.
@@ -170,11 +170,7 @@ class FsdpTrainer:
         grads = [p.grad for p in self._scorer.parameters() if p.grad is not None]
         try:
             norm = _total_norm(grads)
-            if not np.isfinite(norm):
-                raise TrainerError(
-                    f"the gradient's norm is {norm}; nothing was applied. Lower the learning rate, or resume"
-                    " from the last checkpoint"
-                )
+            require_applicable(norm)
             if 0 < params.max_grad_norm < norm:
                 factor = params.max_grad_norm / (norm + 1e-6)
                 torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -328,18 +324,6 @@ class FsdpTrainer:
     def _clear(self) -> None:
         self._state.zero_grad()
         self._num_backwards = 0
-
-
-def _align(samples: Sequence[Sample], values: Sequence[_Floats32]) -> list[_Floats32]:
-    """Put the log-probs of the samples that have trained tokens where those tokens are."""
-    remaining = iter(values)
-    aligned: list[_Floats32] = []
-    for sample in samples:
-        row = np.zeros(sample.token_ids.size, np.float32)
-        if sample.trained_tokens:
-            row[sample.loss_mask] = next(remaining)
-        aligned.append(row)
-    return aligned
 
 
 def _total_norm(grads: Sequence[Tensor]) -> float:

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import AutoConfig
 
+from pilotage.algorithms import WeightsVersions
 from pilotage.engine.checkpoint import Manifest, read_manifest
 from pilotage.engine.distributed.fsdp import TrainerOptions
 from pilotage.engine.distributed.probe import TOLERANCE_BFLOAT16, TOLERANCE_FLOAT32, check, probe
@@ -106,9 +107,7 @@ class RayEngine:
         # One verb at a time: the probe of a publish must score the weights that were sent.
         self._verb = asyncio.Lock()
         self._failure: TrainerError | None = None
-        self._weights_version = 0
-        self._is_published = True
-        self._keeps_version = False
+        self._versions = WeightsVersions()
 
     @classmethod
     async def open(cls, model_dir: Path, config: ClusterConfig) -> "RayEngine":
@@ -146,7 +145,7 @@ class RayEngine:
     @property
     def weights_version(self) -> int:
         """Version of the weights that the samplers use."""
-        return self._weights_version
+        return self._versions.current
 
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, turn_index: int
@@ -181,7 +180,7 @@ class RayEngine:
         """See `Trainer`."""
         async with self._verb:
             [result, *_] = await self._on_ranks("step", params)
-            self._is_published = self._keeps_version = False
+            self._versions.changed()
             return result
 
     async def publish(self) -> int:
@@ -194,16 +193,15 @@ class RayEngine:
             TrainerError: a replica and the trainer disagree on a probe, or a transfer failed.
         """
         async with self._verb:
-            if not self._keeps_version:
-                self._weights_version += 1
+            version = self._versions.advance()
             await self._hand_over()
-            self._is_published, self._keeps_version = True, False
-            return self._weights_version
+            self._versions.published()
+            return version
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Ranks write their slices: all nodes must see `directory`."""
         async with self._verb:
-            manifest = Manifest(weights_version=self._weights_version, is_published=self._is_published)
+            manifest = Manifest.of(self._versions)
             await self._on_ranks("save_state", directory, manifest, weights_only=weights_only)
 
     async def load(self, directory: Path) -> None:
@@ -211,8 +209,7 @@ class RayEngine:
         async with self._verb:
             manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
             await self._on_ranks("load_state", directory)
-            self._weights_version = manifest.weights_version
-            self._is_published = self._keeps_version = manifest.is_published
+            self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:
         """End all actors, and the cluster where the engine started it; calls that wait fail."""
@@ -338,7 +335,7 @@ class RayEngine:
             check(
                 samples,
                 scored,
-                version=self._weights_version,
+                version=self._versions.current,
                 tolerance=TOLERANCE_FLOAT32 if is_exact else TOLERANCE_BFLOAT16,
             )
         if not self._router.replicas:
@@ -350,7 +347,7 @@ class RayEngine:
             raise self._fail("a sampler replica was lost, and with it the channel of weights")
         await self._together([replica.pause.remote() for replica in self._replicas])
         await self._together([rank.send_weights.remote() for rank in self._ranks])
-        await self._together([replica.resume.remote(self._weights_version) for replica in self._replicas])
+        await self._together([replica.resume.remote(self._versions.current) for replica in self._replicas])
 
     async def _send_to_torch(self) -> None:
         """Hand whole weights over through Ray's object store; a replica that is lost is left out."""
@@ -360,7 +357,7 @@ class RayEngine:
             replica = self._replicas[number]
             try:
                 await replica.receive.remote(lead)
-                await replica.resume.remote(self._weights_version)
+                await replica.resume.remote(self._versions.current)
             except RayActorError:
                 self._router.lose(number)
 
