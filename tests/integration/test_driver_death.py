@@ -14,21 +14,17 @@ import pytest
 import uvicorn
 from tests.service.rig import PREFIX, Rig, rig
 
+from pilotage.embedded import EmbeddedServer
+
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 6.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-class Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self):  # pyright: ignore
-        yield
-
-
 @contextlib.asynccontextmanager
 async def on_a_socket(service: Rig) -> AsyncGenerator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(service.app, log_config=None, lifespan="off"))
+    server = EmbeddedServer(uvicorn.Config(service.app, log_config=None, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pilotage.embedded import EmbeddedServer
 from pilotage.service.core_routes import CoreRoutes
 from pilotage.service.engine_host import EngineHost, JobSpec, OpenEngine
 from pilotage.service.refusals import exception_handlers, json_response
@@ -61,7 +62,7 @@ async def serve_engine(directory: Path, open_engine: OpenEngine) -> None:
         timeout_graceful_shutdown=3,
         timeout_keep_alive=75,  # longer than the front keeps one, else both end it at the same moment
     )  # fmt: skip
-    server = _Server(config)
+    server = EmbeddedServer(config)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -99,11 +100,3 @@ def _be_the_first_to_die() -> None:
     """Tell the kernel to kill this process before the front where memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("800", encoding="ascii")
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn whose signals belong to `serve_engine`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # pyright: ignore
-        yield

@@ -1,7 +1,6 @@
 """Runs the service on a socket until it is told to stop."""
 
 import asyncio
-import contextlib
 import ipaddress
 import resource
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 
+from pilotage.embedded import EmbeddedServer, listen
 from pilotage.errors import ConfigError
 from pilotage.service.app import Service
 from pilotage.service.jobs import Jobs
@@ -37,7 +37,7 @@ class Listen:
             return self.host == "localhost"
 
 
-async def serve(service: Service, jobs: Jobs, listen: Listen, on_ready: Callable[[str], None]) -> None:
+async def serve(service: Service, jobs: Jobs, at: Listen, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, then end all jobs.
 
     Args:
@@ -47,8 +47,8 @@ async def serve(service: Service, jobs: Jobs, listen: Listen, on_ready: Callable
         ConfigError: the address or the certificate cannot be used.
     """
     _raise_file_limit()
-    listener = _bind(listen)
-    server = _Server(
+    listener = _bind(at)
+    server = EmbeddedServer(
         uvicorn.Config(
             service.app,
             log_config=None,
@@ -56,17 +56,21 @@ async def serve(service: Service, jobs: Jobs, listen: Listen, on_ready: Callable
             lifespan="off",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
-            ssl_certfile=listen.tls_cert,
-            ssl_keyfile=listen.tls_key,
+            ssl_certfile=at.tls_cert,
+            ssl_keyfile=at.tls_key,
         )
     )
-    _load_certificate(server, listen)
+    _load_certificate(server, at)
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.should_exit = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop)
+        loop.add_signal_handler(number, stop)
     await jobs.restore()
-    scheme = "http" if listen.tls_cert is None else "https"
-    on_ready(f"{scheme}://{listen.host}:{listener.getsockname()[1]}")
+    scheme = "http" if at.tls_cert is None else "https"
+    on_ready(f"{scheme}://{at.host}:{listener.getsockname()[1]}")
     async with asyncio.TaskGroup() as group:
         supervisor = group.create_task(jobs.supervise())
         try:
@@ -76,27 +80,18 @@ async def serve(service: Service, jobs: Jobs, listen: Listen, on_ready: Callable
             await jobs.close()
 
 
-def _bind(listen: Listen) -> socket.socket:
+def _bind(at: Listen) -> socket.socket:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
-        # The protocol is named because asyncio switches Nagle's delay off only where it is.
-        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        return listen(at.host, at.port, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {listen.host}:{listen.port}: {error.strerror}") from None
-    listener.setblocking(False)
-    return listener
+        raise ConfigError(f"cannot listen on {at.host}:{at.port}: {error.strerror}") from None
 
 
-def _load_certificate(server: uvicorn.Server, listen: Listen) -> None:
+def _load_certificate(server: uvicorn.Server, at: Listen) -> None:
     try:
         server.config.load()
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"{listen.tls_cert}, {listen.tls_key}: no usable certificate and key: {error}"
-        ) from None
+        raise ConfigError(f"{at.tls_cert}, {at.tls_key}: no usable certificate and key: {error}") from None
 
 
 def _raise_file_limit() -> None:
@@ -104,14 +99,3 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn whose signals belong to `serve`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # pyright: ignore
-        yield
-
-    def stop(self) -> None:
-        self.should_exit = True
