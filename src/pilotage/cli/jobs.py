@@ -15,12 +15,8 @@ from rich.table import Table
 from pilotage.client import Http, Jobs, Patience, default_comment, resolve_connection
 from pilotage.client.export import export_checkpoint
 from pilotage.errors import ConfigError, ConflictError, JobFailedError, NotFoundError
-from pilotage.wire.jobs import ACTIVE, JobRecord, JobStatus, normalised_status
+from pilotage.wire.jobs import JobRecord, normalised_status, read_statuses
 
-_GROUPS = {
-    "active": frozenset(status.value for status in ACTIVE),
-    "done": frozenset({"cancelled", "terminated", "done"}),
-}
 _FOLLOW_S = 1.0
 
 
@@ -201,13 +197,10 @@ def _my_comment() -> str:
 
 
 def _statuses(text: str | None) -> frozenset[str]:
-    """Read a filter: states and groups, with commas; nothing is all."""
-    found: set[str] = set()
-    for name in filter(None, (part.strip().lower() for part in (text or "").split(","))):
-        if name not in _GROUPS and name not in JobStatus:
-            raise ConfigError(f"--status is of {', '.join([*JobStatus, *_GROUPS])}; got {name!r}")
-        found |= _GROUPS.get(name, {name})
-    return frozenset(found)
+    try:
+        return read_statuses(text)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from None
 
 
 def _print_job(job: JobRecord, *, as_json: bool) -> None:

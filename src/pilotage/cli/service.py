@@ -43,7 +43,7 @@ async def serve(arguments: argparse.Namespace) -> int:
     if not arguments.no_auth and not listen.is_loopback and listen.tls_cert is None:
         raise ConfigError(f"tokens would cross the network to {listen.host} in the clear; give --tls-cert")
     if not arguments.models.is_dir():
-        raise ConfigError(f"--models {arguments.models} is no directory")
+        raise ConfigError(f"--models {arguments.models} is no directory; give the one that holds your models")
     store = Store(arguments.data / "service.db")
     if not arguments.no_auth and not store.tokens():
         raise ConfigError("nobody has a token yet; run `pilotage token create NAME` first, or give --no-auth")

@@ -8,12 +8,11 @@ knowledge.
 
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from pilotage.client.http import JSON, Call, Http, Patience, Reply, json_call
+from pilotage.client.http import JSON, Call, Http, Reply
 from pilotage.client.jobs import Jobs
 from pilotage.client.lease import leased
 from pilotage.client.paths import segment
@@ -62,11 +61,10 @@ from pilotage.wire.samples import (
     unpack_logprobs,
 )
 
-_log = logging.getLogger(__name__)
 _SILENCE_S = 60.0
 """Added to a long poll: longest time without a byte before the connection counts as dead."""
-_CANCEL_S = 5.0
-"""Longest that the server is told about a completion that nobody waits for any more."""
+_EXPLAIN_S = 5.0
+"""Longest that the server is asked why a job has ended."""
 _FRAME_SLACK_BYTES = 2**16
 _FRAME_VERBS = frozenset({"forward_backward", "forward", "sample"})
 
@@ -163,26 +161,10 @@ class CoreEngine:
         try:
             return await self._operate("sample", frame, _completion, operation_id=operation_id)
         except asyncio.CancelledError:
-            self._tasks.create_task(self._forget(operation_id))
+            self._tasks.create_task(self._jobs.cancel_request(self._job_id, operation_id, is_repeatable=True))
             raise
         except ServiceError as error:
             raise _sampler_error(error) from error
-
-    async def _forget(self, operation_id: str) -> None:
-        """Tell the server that nobody waits for a completion; its slot is then free at once."""
-        body = {"operation_type": "cancel-request", "payload": {"request_id": operation_id}}
-        call = json_call(
-            "POST",
-            f"/{segment(self._job_id)}/operation",
-            body,
-            is_repeatable=True,
-            timeout_s=_CANCEL_S,
-            patience=Patience(total_s=_CANCEL_S),
-        )
-        try:
-            await self._http.call(call, lambda reply: None)
-        except ServiceError as error:
-            _log.info("completion %s was not cancelled: %s", operation_id, error)
 
     # --- trainer ---
 
@@ -368,7 +350,7 @@ class CoreEngine:
     async def _failure(self, error: ServiceError | None = None) -> JobFailedError:
         """Return why the job cannot be used any more: its reason, and the end of its log."""
         try:
-            async with asyncio.timeout(_CANCEL_S):
+            async with asyncio.timeout(_EXPLAIN_S):
                 job = await self._jobs.get(self._job_id)
                 if job.is_ended:
                     return await self._jobs.failure(job)

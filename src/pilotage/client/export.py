@@ -17,6 +17,7 @@ from pilotage.client.jobs import Jobs
 from pilotage.client.paths import segment
 from pilotage.client.replies import error_of
 from pilotage.errors import ConfigError, RequestFailedError, ServiceError
+from pilotage.wire.core import checkpoint_digest
 
 _PATIENCE = Patience(total_s=120.0)
 
@@ -60,8 +61,8 @@ async def export_checkpoint(http: Http, job_id: str, checkpoint_id: str, directo
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        digests = {file.filename: await _download(http, file, partial) for file in listed.files}
-        if record is not None and _digest(partial, digests) != record.sha256:
+        arrived = {f.filename: (f.size_bytes, await _download(http, f, partial)) for f in listed.files}
+        if record is not None and checkpoint_digest(arrived) != record.sha256:
             raise RequestFailedError(
                 f"checkpoint {checkpoint_id} arrived with another digest than {record.sha256}; try again"
             )
@@ -137,11 +138,3 @@ def _checked_url(url: str, http: Http) -> str:
     if parts.scheme not in ("", "https") and f"{parts.scheme}://{parts.netloc}" != http.connection.origin:
         raise RequestFailedError(f"the service names {parts.scheme}://{parts.netloc}, which is not over TLS")
     return url
-
-
-def _digest(directory: Path, digests: dict[str, str]) -> str:
-    """Return the digest over names, sizes and digests in order of name, as `CheckpointRecord.sha256`."""
-    whole = sha256()
-    for name in sorted(digests):
-        whole.update(f"{name}\0{(directory / name).stat().st_size}\0{digests[name]}\n".encode())
-    return whole.hexdigest()

@@ -1,6 +1,7 @@
 """Jobs of a training service: create, wait, list, cancel, and read what they left."""
 
 import asyncio
+import logging
 import socket
 import time
 import uuid
@@ -31,9 +32,12 @@ from pilotage.wire.jobs import (
     normalised_status,
 )
 
+_log = logging.getLogger(__name__)
 _POLL_FIRST_S, _POLL_FACTOR, _POLL_LONGEST_S = 0.2, 1.25, 6.0
 _CANCEL_S = 20.0
 """Longest that a driver which is ending tries to cancel its job; its lease does it otherwise."""
+_FORGET_S = 5.0
+"""Longest that a service is told about a request that nobody waits for any more."""
 _FIRST_CALL_S = 20.0
 _TAIL_LINES = 20
 
@@ -184,6 +188,22 @@ class Jobs:
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * _POLL_FACTOR, _POLL_LONGEST_S)
+
+    async def cancel_request(self, job_id: str, request_id: str, *, is_repeatable: bool) -> None:
+        """Tell the service that nobody waits for a request any more; within a bound, and never an error."""
+        body = {"operation_type": "cancel-request", "payload": {"request_id": request_id}}
+        call = json_call(
+            "POST",
+            f"/{segment(job_id)}/operation",
+            body,
+            is_repeatable=is_repeatable,
+            timeout_s=_FORGET_S,
+            patience=Patience(total_s=_FORGET_S),
+        )
+        try:
+            await self._http.call(call, lambda reply: None)
+        except ServiceError as error:
+            _log.info("request %s was not cancelled: %s", request_id, error)
 
     async def failure(self, job: JobRecord) -> JobFailedError:
         """Return the error that stands for a job which ended, with its reason and the end of its log."""

@@ -7,7 +7,6 @@ A token is looked up by its digest and appears in no log and no reply. A job of 
 """
 
 import logging
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import date
@@ -39,7 +38,7 @@ from pilotage.wire.core import (
     MetricPage,
     MetricRecord,
 )
-from pilotage.wire.jobs import ACTIVE, ENDED, HARDWARE, CreateJobBody, JobStatus
+from pilotage.wire.jobs import ENDED, HARDWARE, CreateJobBody, read_statuses
 
 _LOG = logging.getLogger(__name__)
 PREFIX = "/api/v2/databases/{database}/schemas/{schema}/{endpoint}"
@@ -49,10 +48,6 @@ MIN_LEASE_S = 5.0
 _SMALL_BODY_BYTES = 2**20
 _OPERATION_BYTES = 16 * 2**20
 _LOG_TAIL_LINES = 20
-_STATUS_GROUPS = {
-    "active": frozenset(status.value for status in ACTIVE),
-    "done": frozenset({"cancelled", "terminated", "done"}),
-}
 
 
 class Service:
@@ -143,9 +138,7 @@ class Service:
 
     async def _list(self, request: Request) -> Response:
         wanted = _statuses(request.query_params.get("status"))
-        jobs = [
-            job for job in self._jobs.list(self._place(request)) if wanted is None or job.status in wanted
-        ]
+        jobs = [job for job in self._jobs.list(self._place(request)) if not wanted or job.status in wanted]
         return json_response({"jobs": [_record(job) for job in jobs]})
 
     async def _list_all(self, request: Request) -> Response:
@@ -155,7 +148,7 @@ class Service:
         jobs = [
             job
             for job in self._jobs.list_of_owner(self._owner(request))
-            if (wanted is None or job.status in wanted)
+            if (not wanted or job.status in wanted)
             and query.get("database", job.place.database).upper() == job.place.database
             and query.get("schema", job.place.schema).upper() == job.place.schema
             and query.get("submitted_by", job.place.owner) == job.place.owner
@@ -299,17 +292,11 @@ def _record(job: Job) -> dict[str, Any]:
     return job.record().model_dump(mode="json", exclude_none=True)
 
 
-def _statuses(text: str | None) -> frozenset[str] | None:
-    """Read a status filter: states and groups, with commas."""
-    if not text:
-        return None
-    wanted: set[str] = set()
-    for name in re.split(r"\s*,\s*", text.strip().lower()):
-        if name not in _STATUS_GROUPS and name not in JobStatus:
-            known = ", ".join([*JobStatus, *_STATUS_GROUPS])
-            raise Refusal(ErrorCode.INVALID, f"status is of {known}; got {name[:40]!r}", path="status")
-        wanted |= _STATUS_GROUPS.get(name, {name})
-    return frozenset(wanted)
+def _statuses(text: str | None) -> frozenset[str]:
+    try:
+        return read_statuses(text)
+    except ValueError as error:
+        raise Refusal(ErrorCode.INVALID, str(error), path="status") from None
 
 
 def _is_between(job: Job, after: str | None, before: str | None) -> bool:

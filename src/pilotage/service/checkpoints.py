@@ -6,15 +6,15 @@ the disk alone says what there is, whatever was killed when.
 
 import re
 import shutil
-from datetime import UTC, datetime
-from hashlib import file_digest, sha256
+import time
+from hashlib import file_digest
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from pilotage.files import write_atomically
 from pilotage.service.refusals import Refusal
-from pilotage.wire.core import OPERATION_ID_PATTERN, CheckpointRecord, ErrorCode
+from pilotage.wire.core import OPERATION_ID_PATTERN, CheckpointRecord, ErrorCode, checkpoint_digest, rfc3339
 
 _ID = re.compile(OPERATION_ID_PATTERN)
 
@@ -68,7 +68,7 @@ class Checkpoints:
             checkpoint_type="weights-only" if is_weights_only else "resumable",
             global_steps=global_steps,
             weights_version=weights_version,
-            created_at=datetime.now(UTC).isoformat(),
+            created_at=rfc3339(time.time()),
             size_bytes=size,
             sha256=digest,
         )
@@ -112,12 +112,9 @@ class Checkpoints:
 
 
 def _measure(directory: Path) -> tuple[int, str]:
-    """Return size in bytes, and a digest over the files' names, sizes and digests in order of name."""
-    total, digest = 0, sha256()
-    for path in sorted(directory.iterdir()):
-        size = path.stat().st_size
+    """Return size in bytes and digest of all files."""
+    files: dict[str, tuple[int, str]] = {}
+    for path in directory.iterdir():
         with path.open("rb") as file:
-            content = file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.name}\0{size}\0{content}\n".encode())
-        total += size
-    return total, digest.hexdigest()
+            files[path.name] = path.stat().st_size, file_digest(file, "sha256").hexdigest()
+    return sum(size for size, _ in files.values()), checkpoint_digest(files)

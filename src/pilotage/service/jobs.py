@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from pilotage.service.engines import Engine, EngineAddress, new_socket, start_en
 from pilotage.service.logs import tail
 from pilotage.service.refusals import Refusal
 from pilotage.service.store import Store
-from pilotage.wire.core import ErrorCode
+from pilotage.wire.core import ErrorCode, rfc3339
 from pilotage.wire.jobs import (
     ACTIVE,
     ENDED,
@@ -145,8 +144,8 @@ class Job:
             job_id=self.id,
             status=self.status,
             reason=self.reason,
-            created_at=_rfc3339(self.created_at),
-            updated_at=_rfc3339(self.updated_at),
+            created_at=rfc3339(self.created_at),
+            updated_at=rfc3339(self.updated_at),
             submitted_by=self.place.owner,
             hardware=self.body.hardware,
             idle_timeout_seconds=self.body.idle_timeout_seconds,
@@ -484,7 +483,3 @@ class Jobs:
 
 def _config(config: Any) -> dict[str, Any] | None:
     return None if config is None else config.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def _rfc3339(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat()

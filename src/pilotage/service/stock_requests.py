@@ -6,7 +6,6 @@ poll ended, as stock clients expect; a poll with one reads from there, so that a
 
 import base64
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +14,7 @@ import orjson
 from pilotage.service.bodies import whole_number
 from pilotage.service.operations import Operation
 from pilotage.wire.chunks import ChunkKind, split_frame
+from pilotage.wire.core import rfc3339
 
 _STATUS = {"waiting": "pending", "running": "running", "done": "completed", "failed": "failed",
            "cancelled": "cancelled"}  # fmt: skip
@@ -49,8 +49,8 @@ def describe(
     reply: dict[str, Any] = {
         "request_id": operation.id,
         "status": status,
-        "created_at": _rfc3339(operation.created_at),
-        "updated_at": _rfc3339(ended_at),
+        "created_at": rfc3339(operation.created_at),
+        "updated_at": rfc3339(ended_at),
     }
     if operation.error is not None:
         reply["error"] = operation.error.model_dump(mode="json", exclude_none=True)
@@ -101,7 +101,3 @@ def _count(text: str | None) -> int:
 
 def _position(text: str | None) -> int | None:
     return whole_number(text, 0) if text else None
-
-
-def _rfc3339(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat()

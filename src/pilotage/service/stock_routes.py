@@ -258,7 +258,7 @@ class StockRoutes:
         self._require_trainer_id(payload.source_sub_job_id, "payload.source_sub_job_id")
         for target in payload.target_sub_job_ids:
             self._require_sub_job(target, "sampling", "payload.target_sub_job_ids")
-        if payload.weight_format == "lora" and not self._has_adapter():
+        if payload.weight_format == "lora" and not self._host.spec.body.has_adapter:
             raise Refusal(
                 ErrorCode.INVALID,
                 "weight_format lora needs a peft_config on both sub-jobs; use hf",
@@ -332,14 +332,6 @@ class StockRoutes:
 
     def _accepted(self, request_id: str) -> Response:
         return json_response({"request_id": request_id, "job_id": self._host.spec.job_id})
-
-    def _has_adapter(self) -> bool:
-        trainer = self._host.spec.body.trainer
-        return (
-            trainer is not None
-            and trainer.training_config is not None
-            and (trainer.training_config.peft_config is not None)
-        )
 
     def _require_trainer_id(self, sub_job_id: str, path: str) -> None:
         self._require_sub_job(sub_job_id, "training", path)

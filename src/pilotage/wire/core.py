@@ -26,7 +26,10 @@ Frames are DSSST1 (`frames`), their trees those of `samples`. Bodies are closed:
 its path.
 """
 
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
+from hashlib import sha256
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -185,6 +188,23 @@ class CheckpointRecord(Closed):
     size_bytes: int
     sha256: str
     """Over the files' names, sizes and digests, in order of name."""
+
+
+def rfc3339(at: float) -> str:
+    """Return Unix seconds as the wire writes times."""
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+def checkpoint_digest(files: Mapping[str, tuple[int, str]]) -> str:
+    """Return a checkpoint's digest, as in `CheckpointRecord.sha256`.
+
+    Args:
+        files: size in bytes and SHA-256 in hex, by name.
+    """
+    whole = sha256()
+    for name, (size, digest) in sorted(files.items()):
+        whole.update(f"{name}\0{size}\0{digest}\n".encode())
+    return whole.hexdigest()
 
 
 class MetricRecord(Closed):

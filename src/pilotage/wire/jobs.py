@@ -32,6 +32,24 @@ class JobStatus(StrEnum):
 
 ENDED = frozenset({JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.TERMINATED})
 ACTIVE = frozenset(JobStatus) - ENDED
+_STATUS_GROUPS = {
+    "active": frozenset(status.value for status in ACTIVE),
+    "done": frozenset({"cancelled", "terminated", "done"}),  # the last is one of older services
+}
+
+
+def read_statuses(text: str | None) -> frozenset[str]:
+    """Read a filter of jobs: states and the groups `active` and `done`, with commas; nothing is no filter.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    found: set[str] = set()
+    for name in (part.strip().lower() for part in text.split(",")) if text else ():
+        if name not in _STATUS_GROUPS and name not in JobStatus:
+            raise ValueError(f"status is of {', '.join([*JobStatus, *_STATUS_GROUPS])}; got {name[:40]!r}")
+        found |= _STATUS_GROUPS.get(name, {name})
+    return frozenset(found)
 
 
 def _timeout(seconds: int) -> int:
@@ -232,6 +250,11 @@ class CreateJobBody(BaseModel):
     def trainer(self) -> SubJobBody | None:
         """The training sub-job."""
         return next((s for s in self.sub_job_configs if s.job_type == "training"), None)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained, and not the whole model."""
+        return self.trainer is not None and _peft(self.trainer) is not None
 
     @property
     def max_context_tokens(self) -> int:
