@@ -16,5 +16,5 @@ def test_states_and_their_groups_add_up() -> None:
 
 @pytest.mark.parametrize("text", ["running,,failed", "alive", ","])
 def test_an_unknown_status_is_refused_with_the_known_ones(text: str) -> None:
-    with pytest.raises(ValueError, match="status is of .*running.*active"):
+    with pytest.raises(ValueError, match=r"status is of .*running.*active"):
         read_statuses(text)
