@@ -1,11 +1,7 @@
 """Localization tasks from installed packages: a real package with one bug in it, as a Harbor task.
 
-The agent gets the buggy sources alone: no history, no diff, no bytecode, no clean copy. The issue names
-identifiers that the buggy function uses, never the function, its class or its file. Gold is derived from
-the two versions of the tree and lives in `tests/` only.
-
-    NAME/task.toml  instruction.md  environment/PACKAGE/**.py  tests/{test.sh,score.py,gold.json}
-         solution/solve.sh
+The agent gets the buggy sources alone: no bytecode, no clean copy. The issue names identifiers that the
+buggy function uses, never the function, its class or its file.
 """
 
 import ast
@@ -20,11 +16,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import orjson
-
 from pilotage.datasets.bugs import Bug, find_bugs, functions_of
+from pilotage.datasets.localization_tasks import LocalizationTask, write_localization_task
 from pilotage.errors import ConfigError
-from pilotage.localization import Places, gold_places, scoring
+from pilotage.localization import gold_places
 
 DEMO_TRAIN = ("click", "httpx", "jinja2", "starlette")
 DEMO_HELD_OUT = ("markdown_it", "packaging", "uvicorn")
@@ -157,76 +152,20 @@ def _instruction(candidate: _Candidate, rng: random.Random) -> str:
     return f"{symptom}\nSeen with `{first}`, `{second}` and `{third}`.\n"
 
 
-_TASK_TOML = """schema_version = "1.4"
-
-[task]
-name = "pilotage/{name}"
-description = "Find the place of a bug in {package}"
-
-[metadata]
-package = "{package}"
-bug_kind = "{kind}"
-
-[agent]
-timeout_sec = 120.0
-
-[verifier]
-timeout_sec = 60.0
-
-[environment]
-workdir = "/workspace"
-network_mode = "no-network"
-cpus = 1
-memory_mb = 1024
-"""
-
-_TEST_SH = """#!/bin/bash
-python3 /tests/score.py /tests/gold.json /logs/agent/locations.json /logs/verifier/reward.json
-"""
-
-_SOLVE_SH = """#!/bin/bash
-mkdir -p /logs/agent
-cat > /logs/agent/locations.json <<'EOF'
-{answer}
-EOF
-"""
-
-
-def _answer(gold: Places) -> str:
-    locations: list[dict[str, str]] = []
-    for place in sorted(gold.functions):
-        path, _, name = place.partition(":")
-        owner, _, function = name.rpartition(".")
-        location = {"file": path, "class_name": owner, "function_name": function}
-        locations.append({key: value for key, value in location.items() if value})
-    return orjson.dumps({"locations": locations}).decode()
-
-
-def _write_text(path: Path, text: str, *, executable: bool = False) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode())
-    if executable:
-        path.chmod(0o755)
-
-
-def _write_task(
-    directory: Path, package: str, sources: Mapping[str, str], candidate: _Candidate, rng: random.Random
-) -> None:
+def _task(
+    name: str, package: str, sources: Mapping[str, str], candidate: _Candidate, rng: random.Random
+) -> LocalizationTask:
     buggy = {**sources, candidate.path: candidate.buggy}
     gold = gold_places(buggy, sources)
-    assert gold.functions, (directory, candidate.path, candidate.clues)
-    for path, source in buggy.items():
-        _write_text(directory / "environment" / path, source)
-    dockerfile = f"FROM python:3.12-slim\nWORKDIR /workspace\nCOPY {package} /workspace/{package}\n"
-    _write_text(directory / "environment" / "Dockerfile", dockerfile)
-    toml = _TASK_TOML.format(name=directory.name, package=package, kind=candidate.kind)
-    _write_text(directory / "task.toml", toml)
-    _write_text(directory / "instruction.md", _instruction(candidate, rng))
-    _write_text(directory / "tests" / "test.sh", _TEST_SH, executable=True)
-    _write_text(directory / "tests" / "score.py", Path(scoring.__file__).read_text())
-    record = {level: sorted(getattr(gold, level)) for level in ("files", "modules", "functions")}
-    _write_text(directory / "tests" / "gold.json", orjson.dumps(record).decode())
-    _write_text(directory / "solution" / "solve.sh", _SOLVE_SH.format(answer=_answer(gold)), executable=True)
+    assert gold.functions, (name, candidate.path, candidate.clues)
+    return LocalizationTask(
+        name=name,
+        description=f"Find the place of a bug in {package}",
+        instruction=_instruction(candidate, rng),
+        tree={path: source.encode() for path, source in buggy.items()},
+        gold=gold,
+        metadata={"package": package, "bug_kind": candidate.kind},
+    )
 
 
 def write_package_tasks(out: Path, *, packages: Sequence[str], num_tasks: int, seed: int) -> list[Path]:
@@ -253,7 +192,7 @@ def write_package_tasks(out: Path, *, packages: Sequence[str], num_tasks: int, s
             if candidate is None:
                 raise ConfigError(f"package {package!r} yields {number} tasks, {share} were asked for")
             name = f"{package}-{number:04d}"
-            _write_task(building / name, package, sources, candidate, rng)
+            write_localization_task(building / name, _task(name, package, sources, candidate, rng))
             written.append(out / name)
     building.rename(out)
     return written

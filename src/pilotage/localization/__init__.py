@@ -8,6 +8,23 @@ Nothing here reads a disk or runs a program.
 """
 
 from pilotage.localization.gold import gold_places
-from pilotage.localization.scoring import Places, Score, places_of, score_locations
+from pilotage.localization.scoring import (
+    EmptyLevel,
+    Places,
+    Score,
+    ceiling,
+    locations_of,
+    places_of,
+    score_locations,
+)
 
-__all__ = ["Places", "Score", "gold_places", "places_of", "score_locations"]
+__all__ = [
+    "EmptyLevel",
+    "Places",
+    "Score",
+    "ceiling",
+    "gold_places",
+    "locations_of",
+    "places_of",
+    "score_locations",
+]

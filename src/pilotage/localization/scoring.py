@@ -5,7 +5,14 @@ This file runs in two places: imported by Pilotage, and copied into a task's `te
     python3 score.py GOLD.json LOCATIONS.json REWARD.json
 
 so it imports the standard library only. It always writes a reward: no answer, or one that breaks the
-rules, scores 0 and says why. An empty gold level scores 0 whatever was answered, as in CodeScout.
+rules, scores 0 and says why.
+
+What a level without gold is worth is the task's choice, `empty`:
+
+    zero    0, whatever was answered, as in CodeScout; a task with such a level cannot reach 3
+    match   1 if the answer leaves the level empty too, else 0; every task can reach 3
+
+Under both, an answer without any location scores 0.
 """
 
 import json
@@ -13,8 +20,11 @@ import posixpath
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+type EmptyLevel = Literal["zero", "match"]
+
+LEVELS = ("files", "modules", "functions")
 MAX_LOCATIONS = 50
 MAX_HANDIN_BYTES = 1_000_000
 
@@ -29,6 +39,10 @@ class Places:
     """`path:Class` or `path:function`."""
     functions: frozenset[str]
     """`path:Class.method` or `path:function`."""
+
+    def to_record(self) -> dict[str, list[str]]:
+        """Return the three levels as sorted lists, as `gold.json` holds them."""
+        return {level: sorted(getattr(self, level)) for level in LEVELS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,23 +129,49 @@ def places_of(locations: Any) -> Places:
     return Places(files=frozenset(files), modules=frozenset(modules), functions=frozenset(functions))
 
 
-def _f1(answer: frozenset[str], gold: frozenset[str]) -> float:
-    # 2 |A & G| / (|A| + |G|) is the harmonic mean of precision and recall; 0 where either set is empty.
-    return 2 * len(answer & gold) / (len(answer) + len(gold)) if answer and gold else 0.0
+def locations_of(places: Places) -> list[dict[str, str]]:
+    """Return the shortest hand-in that names exactly these places; the inverse of `places_of`."""
+    locations: list[dict[str, str]] = []
+    named: set[str] = set()
+    for place in sorted(places.functions):
+        path, _, name = place.partition(":")
+        owner, _, function = name.rpartition(".")
+        locations.append({"file": path} | ({"class_name": owner} if owner else {}))
+        locations[-1]["function_name"] = function
+        named |= {path, f"{path}:{owner or function}"}
+    for place in sorted(places.modules - named):
+        path, _, name = place.partition(":")
+        locations.append({"file": path, "class_name": name})
+        named.add(path)
+    return locations + [{"file": path} for path in sorted(places.files - named)]
 
 
-def score_locations(answer: Places, gold: Places) -> Score:
-    """Compare an answer with the gold places."""
+def _f1(answer: frozenset[str], gold: frozenset[str], empty: EmptyLevel) -> float:
+    # 2 |A & G| / (|A| + |G|) is the harmonic mean of precision and recall.
+    if not gold:
+        return float(empty == "match" and not answer)
+    return 2 * len(answer & gold) / (len(answer) + len(gold))
+
+
+def score_locations(answer: Places, gold: Places, *, empty: EmptyLevel = "zero") -> Score:
+    """Compare an answer with the gold places; an answer without a file scores 0 everywhere."""
+    if not answer.files:
+        return Score(file_f1=0.0, module_f1=0.0, function_f1=0.0)
     return Score(
-        file_f1=_f1(answer.files, gold.files),
-        module_f1=_f1(answer.modules, gold.modules),
-        function_f1=_f1(answer.functions, gold.functions),
+        file_f1=_f1(answer.files, gold.files, empty),
+        module_f1=_f1(answer.modules, gold.modules, empty),
+        function_f1=_f1(answer.functions, gold.functions, empty),
     )
 
 
-def _read_gold(path: Path) -> Places:
+def ceiling(gold: Places, *, empty: EmptyLevel = "zero") -> float:
+    """Return the most that any answer can score."""
+    return score_locations(gold, gold, empty=empty).total
+
+
+def _read_gold(path: Path) -> tuple[Places, EmptyLevel]:
     record = json.loads(path.read_text(encoding="utf-8"))
-    return Places(**{level: frozenset(record[level]) for level in ("files", "modules", "functions")})
+    return Places(**{level: frozenset(record[level]) for level in LEVELS}), record.get("empty", "zero")
 
 
 def _read_answer(path: Path) -> Places:
@@ -149,10 +189,10 @@ def _read_answer(path: Path) -> Places:
 def main(argv: list[str]) -> int:
     """Score one hand-in and write `reward.json`; the verifier's entry point."""
     gold_path, answer_path, reward_path = map(Path, argv)
-    gold = _read_gold(gold_path)
+    gold, empty = _read_gold(gold_path)
     no_answer = 0
     try:
-        score = score_locations(_read_answer(answer_path), gold)
+        score = score_locations(_read_answer(answer_path), gold, empty=empty)
     except InvalidAnswerError as error:
         sys.stdout.write(f"scored 0: {error}\n")
         score, no_answer = Score(file_f1=0.0, module_f1=0.0, function_f1=0.0), 1
