@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pilotage.localization import Places, places_of, score_locations, scoring
+from pilotage.localization import Places, ceiling, locations_of, places_of, score_locations, scoring
 
 GOLD = Places(files=frozenset({"a.py"}), modules=frozenset({"a.py:C"}), functions=frozenset({"a.py:C.m"}))
 EXACT = {"file": "a.py", "class_name": "C", "function_name": "m"}
@@ -30,6 +32,9 @@ EXACT = {"file": "a.py", "class_name": "C", "function_name": "m"}
         ([EXACT, {"file": "b.py"}], 2 / 3 + 2),
         ([EXACT, {"file": "a.py", "class_name": "C", "function_name": "n"}], 2 + 2 / 3),
         ([{"file": "./a.py", "class_name": "C", "function_name": "m"}], 3.0),
+        ([{"file": "src\\..\\a.py ", "class_name": "C", "function_name": "m"}], 3.0),
+        ([{"file": "a.py", "class_name": "C.Inner", "function_name": "m"}], 3.0),
+        ([{"file": "a.py", "class_name": " ", "function_name": ""}], 1.0),
         ([{"file": "a.py", "function_name": "C.m"}], 3.0),
         ([{"file": "a.py", "class_name": "D", "function_name": "m"}], 1.0),
         # all 20 methods of C: U = 2*1/(20+1)
@@ -40,6 +45,68 @@ EXACT = {"file": "a.py", "class_name": "C", "function_name": "m"}
 )
 def test_a_hand_in_scores_the_sum_of_three_f1(locations: list[Any], total: float) -> None:
     assert score_locations(places_of(locations), GOLD).total == pytest.approx(total)
+
+
+TOP_LEVEL = Places(files=frozenset({"a.py"}), modules=frozenset({"a.py:g"}), functions=frozenset({"a.py:g"}))
+NO_FUNCTION = Places(files=frozenset({"a.py"}), modules=frozenset({"a.py:C"}), functions=frozenset())
+FILE_ONLY = Places(files=frozenset({"a.py"}), modules=frozenset(), functions=frozenset())
+CLASS = {"file": "a.py", "class_name": "C"}
+
+
+@pytest.mark.parametrize(
+    ("gold", "locations", "zero", "match"),
+    [
+        (TOP_LEVEL, [{"file": "a.py", "function_name": "g"}], 3.0, 3.0),
+        (NO_FUNCTION, [CLASS], 2.0, 3.0),
+        (NO_FUNCTION, [EXACT], 2.0, 2.0),
+        (NO_FUNCTION, [CLASS, EXACT], 2.0, 2.0),
+        (NO_FUNCTION, [], 0.0, 0.0),
+        (FILE_ONLY, [{"file": "a.py"}], 1.0, 3.0),
+        (FILE_ONLY, [{"file": "b.py"}], 0.0, 2.0),
+        (FILE_ONLY, [CLASS], 1.0, 2.0),
+        (FILE_ONLY, [], 0.0, 0.0),
+    ],
+)
+def test_a_level_without_gold_is_worth_what_the_task_says(
+    gold: Places, locations: list[Any], zero: float, match: float
+) -> None:
+    answer = places_of(locations)
+    assert score_locations(answer, gold).total == zero
+    assert score_locations(answer, gold, empty="match").total == match
+
+
+@pytest.mark.parametrize(
+    ("gold", "most"), [(GOLD, 3.0), (TOP_LEVEL, 3.0), (NO_FUNCTION, 2.0), (FILE_ONLY, 1.0)]
+)
+def test_the_ceiling_is_what_the_gold_itself_scores(gold: Places, most: float) -> None:
+    assert ceiling(gold) == most
+    assert ceiling(gold, empty="match") == 3.0
+    assert score_locations(places_of(locations_of(gold)), gold).total == most
+
+
+names = st.sampled_from(["a", "b", "C", "D"])
+records = st.builds(
+    lambda file, owner, function: {"file": f"{file}.py", "class_name": owner, "function_name": function},
+    names,
+    st.none() | names,
+    st.none() | names,
+)
+
+
+@given(st.lists(records, max_size=8))
+def test_locations_name_the_places_that_they_came_from(given_records: list[dict[str, Any]]) -> None:
+    places = places_of(given_records)
+    assert places_of(locations_of(places)) == places
+
+
+@given(st.lists(records, max_size=8), st.lists(records, min_size=1, max_size=8))
+def test_no_answer_scores_more_than_the_gold(
+    answer: list[dict[str, Any]], gold_records: list[dict[str, Any]]
+) -> None:
+    gold = places_of(gold_records)
+    for empty in ("zero", "match"):
+        total = score_locations(places_of(answer), gold, empty=empty).total
+        assert 0 <= total <= ceiling(gold, empty=empty) <= 3
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ def write_task(
     return Task(id=f"toy/{name}", path=path)
 
 
-type Turn = tuple[str, dict[str, Any] | str] | str | Exception
-"""A call (name, arguments), plain text, or what the sampler raises."""
+type Call = tuple[str, dict[str, Any] | str]
+type Turn = Call | list[Call] | str | Exception
+"""A call (name, arguments), several at once, plain text, or what the sampler raises."""
 
 
 def script_of(renderer: WordRenderer, turns: list[Turn]) -> Callable[[TokenIds], Script]:
@@ -75,9 +76,9 @@ def script_of(renderer: WordRenderer, turns: list[Turn]) -> Callable[[TokenIds],
             return turn
         if isinstance(turn, str):
             return renderer.reply(turn)
-        name, arguments = turn
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return renderer.reply("", (name, text))
+        calls = turn if isinstance(turn, list) else [turn]
+        texts = [(name, given if isinstance(given, str) else json.dumps(given)) for name, given in calls]
+        return renderer.reply("", *texts)
 
     return reply
 
@@ -97,7 +98,7 @@ async def policy(
         yield proxy
 
 
-HAND_IN: Turn = ("localization_finish", {"locations": [{"file": "pkg/mod.py", "function_name": "gamma"}]})
+HAND_IN: Call = ("localization_finish", {"locations": [{"file": "pkg/mod.py", "function_name": "gamma"}]})
 
 
 def request_for(task: Task, rollout_id: str = "rollout-1") -> RolloutRequest:

@@ -41,7 +41,7 @@ def record(*turns: Turn, **fields: Any) -> SessionRecord:
 
 
 def agent(stop_reason: StopReason = StopReason.FINISHED, *hand_ins: str, error: str = "") -> AgentFacts:
-    return AgentFacts(stop_reason=stop_reason, turns=1, hand_ins=hand_ins, error=error)
+    return AgentFacts(stop_reason=stop_reason, turns=1, hand_ins=hand_ins, last_turn_calls=1, error=error)
 
 
 def fault(phase: TrialPhase, kind: str = "ValueError") -> TrialFault:
@@ -118,11 +118,12 @@ def test_a_task_that_wants_a_hand_in_wants_exactly_one(hand_ins: tuple[str, ...]
     assert decide(report, ONE, expects_hand_in=True, calls_model=True).outcome == outcome
 
 
-def test_a_cut_last_turn_after_the_hand_in_is_no_cut_rollout() -> None:
+def test_a_cut_last_turn_with_a_hand_in_is_an_invalid_submission() -> None:
     report = TrialReport(agent=agent(StopReason.FINISHED, HAND_IN), reward=REWARD)
     session = record(turn(FinishReason.LENGTH))
 
-    assert decide(report, session, expects_hand_in=True, calls_model=True).outcome == Outcome.COMPLETED
+    verdict = decide(report, session, expects_hand_in=True, calls_model=True)
+    assert verdict.outcome == Outcome.SUBMISSION_INVALID
 
 
 def test_an_agent_without_a_model_completes_without_a_turn() -> None:

@@ -84,6 +84,19 @@ async def test_a_hand_in_that_the_verifier_likes_completes_with_its_reward(
     assert list((tmp_path / "trials").iterdir()) == []  # the trial directory is gone
 
 
+@pytest.mark.parametrize(("floor", "reward"), [(None, 1.0), (0.0, 0.0)])
+async def test_a_hand_in_beside_another_call_does_not_pass_the_gate(
+    task: Task, floor: float | None, reward: float
+) -> None:
+    turn: Turn = [("code_search", {"query": "gamma"}), HAND_IN]
+    rollout = await run(task, turn, expects_hand_in=True, submission_floor=floor)
+
+    assert rollout.outcome == Outcome.SUBMISSION_INVALID
+    assert rollout.facts["submission_fault"] == "handed in beside 1 other calls"
+    assert rollout.reward is not None
+    assert rollout.reward.value == reward
+
+
 async def test_the_agent_sees_the_task_alone(task: Task, tmp_path: Path) -> None:
     look = (
         "env; ls -AR /tests /solution; cat /proc/1/environ; grep -r GOLD / --include=gold.json 2>/dev/null;"

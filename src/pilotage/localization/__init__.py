@@ -7,6 +7,7 @@ Three levels, after CodeScout's recipe: files, modules (a class, or a top-level 
 Nothing here reads a disk or runs a program.
 """
 
+from pilotage.localization.gate import Submission, submission_fault
 from pilotage.localization.gold import gold_places
 from pilotage.localization.scoring import (
     EmptyLevel,
@@ -22,9 +23,11 @@ __all__ = [
     "EmptyLevel",
     "Places",
     "Score",
+    "Submission",
     "ceiling",
     "gold_places",
     "locations_of",
     "places_of",
     "score_locations",
+    "submission_fault",
 ]

@@ -74,7 +74,9 @@ class RolloutSettings(_Section):
     reward_key: str = "reward"
     """Which entry of the verifier's output is the reward."""
     expects_hand_in: bool = False
-    """Whether a rollout without exactly one hand-in is `submission_invalid`."""
+    """Whether a rollout that does not hand in once, alone in its last turn, is `submission_invalid`."""
+    submission_floor: float | None = None
+    """Reward of such rollouts; absent leaves them the verifier's."""
     concurrency: int = Field(default=8, ge=1)
     """Rollouts that run at once."""
     workers: int = Field(default=2, ge=0)

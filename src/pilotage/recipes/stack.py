@@ -68,6 +68,7 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
         max_turns=settings.max_turns,
         reward_key=settings.reward_key,
         expects_hand_in=settings.expects_hand_in,
+        submission_floor=settings.submission_floor,
         concurrency=settings.concurrency,
         workers=settings.workers,
         keep_trials=settings.keep_trials,

@@ -7,6 +7,7 @@ left to the proxy, retries few and quick.
 
 import asyncio
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 
 from openhands.sdk import LLM, Agent, Conversation, LocalConversation
@@ -129,15 +130,20 @@ def _facts(
     conversation: LocalConversation, session: ToolSession, error: ConversationRunError | None
 ) -> AgentFacts:
     events = list(conversation.state.events)
-    replies = {
-        e.llm_response_id for e in events if isinstance(e, ActionEvent | MessageEvent) and e.source == "agent"
-    }
+    # In order: one entry a tool call, or one for a reply without any.
+    replies = [
+        event.llm_response_id
+        for event in events
+        if isinstance(event, ActionEvent | MessageEvent) and event.source == "agent"
+    ]
+    calls = Counter(event.llm_response_id for event in events if isinstance(event, ActionEvent))
     cause = error.__cause__ if error is not None else None
     return AgentFacts(
         stop_reason=_stop_reason(conversation, events, cause),
-        turns=len(replies),
+        turns=len(set(replies)),
         hand_ins=tuple(session.hand_ins),
         rejected_hand_ins=session.rejected_hand_ins,
+        last_turn_calls=calls[replies[-1]] if replies else 0,
         last_message=_last_message(events)[:_MAX_FACT_CHARS],
         error=f"{type(cause).__name__}: {cause}"[:_MAX_FACT_CHARS] if cause is not None else "",
     )

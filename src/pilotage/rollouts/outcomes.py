@@ -6,6 +6,7 @@ missing before any outcome that would have one.
 
 from dataclasses import dataclass
 
+from pilotage.localization import Submission, submission_fault
 from pilotage.rollouts.report import AgentFacts, StopReason, TrialFault, TrialPhase, TrialReport
 from pilotage.types import FinishReason, Outcome, RolloutFailure, SessionRecord
 
@@ -107,9 +108,21 @@ def _scored(agent: AgentFacts | None, record: SessionRecord, expects_hand_in: bo
     turns = record.trajectory.turns
     if turns and turns[-1].finish_reason == FinishReason.LENGTH and hand_ins == 0:
         return Outcome.TOKENS_EXHAUSTED
-    if expects_hand_in and agent is not None and hand_ins != 1:
+    if expects_hand_in and agent is not None and invalid_submission(agent, record):
         return Outcome.SUBMISSION_INVALID
     return Outcome.COMPLETED
+
+
+def invalid_submission(agent: AgentFacts, record: SessionRecord) -> str:
+    """Return which rule of the submission gate the rollout breaks; empty where it breaks none."""
+    turns = record.trajectory.turns
+    return submission_fault(
+        Submission(
+            hand_ins=len(agent.hand_ins),
+            last_turn_calls=agent.last_turn_calls,
+            is_cut_off=bool(turns) and turns[-1].finish_reason == FinishReason.LENGTH,
+        )
+    )
 
 
 def _reward_problem(report: TrialReport) -> str:

@@ -32,6 +32,8 @@ class AgentFacts:
     hand_ins: tuple[str, ...] = ()
     """Accepted hand-ins as JSON, in order; a task that wants one wants exactly one."""
     rejected_hand_ins: int = 0
+    last_turn_calls: int = 0
+    """Tool calls of the last reply."""
     last_message: str = ""
     error: str = ""
 
@@ -42,6 +44,7 @@ class AgentFacts:
             "turns": self.turns,
             "hand_ins": list(self.hand_ins),
             "rejected_hand_ins": self.rejected_hand_ins,
+            "last_turn_calls": self.last_turn_calls,
             "last_message": self.last_message,
             "error": self.error,
         }
@@ -56,6 +59,7 @@ class AgentFacts:
             turns=metadata["turns"],
             hand_ins=tuple(metadata["hand_ins"]),
             rejected_hand_ins=metadata["rejected_hand_ins"],
+            last_turn_calls=metadata["last_turn_calls"],
             last_message=metadata["last_message"],
             error=metadata["error"],
         )

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from pilotage.interfaces import SessionHost
-from pilotage.rollouts.outcomes import decide
+from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
 from pilotage.rollouts.sandbox import check_programs
@@ -26,6 +26,8 @@ from pilotage.rollouts.trial import (
 from pilotage.rollouts.workers import TrialWorkers
 from pilotage.types import (
     OUTCOME_RULES,
+    Outcome,
+    Reward,
     Rollout,
     RolloutRequest,
     SessionAccess,
@@ -50,7 +52,9 @@ class RunnerSettings:
     """Model calls of one rollout; the agent stops there, and the proxy answers no more."""
     reward_key: str = "reward"
     expects_hand_in: bool = False
-    """Whether a rollout without exactly one hand-in is `submission_invalid`."""
+    """Whether a rollout that does not pass the submission gate is `submission_invalid`."""
+    submission_floor: float | None = None
+    """Reward of those; None leaves them the verifier's."""
     concurrency: int = 8
     """Rollouts that run at once; further ones wait."""
     workers: int = 2
@@ -155,22 +159,25 @@ def _rollout(
         expects_hand_in=settings.expects_hand_in,
         calls_model=settings.agent.name not in _MODELLESS_AGENTS,
     )
+    reward = report.reward if OUTCOME_RULES[verdict.outcome].has_reward else None
+    if verdict.outcome == Outcome.SUBMISSION_INVALID and settings.submission_floor is not None:
+        reward = Reward(value=settings.submission_floor, key="submission_floor", source="recipe")
     return Rollout(
         id=request.id,
         group_id=request.group_id,
         task_id=request.task.id,
         attempt=attempt,
         outcome=verdict.outcome,
-        reward=report.reward if OUTCOME_RULES[verdict.outcome].has_reward else None,
+        reward=reward,
         trajectory=record.trajectory,
         failure=verdict.failure,
         timings_s=report.timings_s,
         counters=record.counters,
-        facts=_facts(report),
+        facts=_facts(report, record, settings.expects_hand_in),
     )
 
 
-def _facts(report: TrialReport) -> Mapping[str, str]:
+def _facts(report: TrialReport, record: SessionRecord, expects_hand_in: bool) -> Mapping[str, str]:
     agent = report.agent
     if agent is None:
         return {}
@@ -180,6 +187,7 @@ def _facts(report: TrialReport) -> Mapping[str, str]:
         "hand_in": agent.hand_ins[0] if agent.hand_ins else "",
         "hand_ins": str(len(agent.hand_ins)),
         "rejected_hand_ins": str(agent.rejected_hand_ins),
+        "submission_fault": invalid_submission(agent, record) if expects_hand_in else "",
         "last_message": agent.last_message,
         "error": agent.error,
     }
