@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -30,6 +31,10 @@ def run(argv: list[str]) -> int:
         return _fail("interrupted", 130)
     except PilotageError as error:
         return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output, `head` for one, has enough; what is still buffered must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except BaseExceptionGroup as group:
         return _fail_group(group)
     except ModuleNotFoundError as error:
@@ -130,7 +135,15 @@ def _add_reading(commands: _Commands) -> None:
     report.add_argument(
         "--window", type=int, default=5, metavar="STEPS", help="steps a mean covers (%(default)s)"
     )
+    report.add_argument(
+        "--anchors", type=Path, metavar="FILE", help="what `pilotage baseline --json` printed, to draw beside"
+    )
     report.set_defaults(command=("reading", "report"))
+
+    baseline = commands.add_parser("baseline", help="score search without a model on localization tasks")
+    baseline.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
+    baseline.add_argument("--json", action="store_true", help="print JSON")
+    baseline.set_defaults(command=("data", "baseline"))
 
     verify = commands.add_parser("verify-template", help="say whether a chat template is append-only")
     verify.add_argument("model", type=Path, metavar="MODEL_OR_DIR")

@@ -1,6 +1,7 @@
 """Commands that read: runs, templates, and what killed runs left."""
 
 import argparse
+import json
 from pathlib import Path
 
 from pilotage.errors import ConfigError
@@ -44,11 +45,24 @@ async def report(arguments: argparse.Namespace) -> int:
     records = run.metrics()
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")
+    anchors = _anchors(arguments.anchors) if arguments.anchors is not None else {}
     print(format_report(records, window=arguments.window))
+    for name, reward in anchors.items():
+        print(f"anchor {name}: {reward:.3f}")
     graph = run.path / "reward_graph.svg"
-    write_reward_graph(graph, {run.path.name: records}, window=arguments.window)
+    write_reward_graph(graph, {run.path.name: records}, window=arguments.window, anchors=anchors)
     print(f"graph: {graph}")
     return 0
+
+
+def _anchors(path: Path) -> dict[str, float]:
+    """Read the sums that `pilotage baseline --json` printed."""
+    try:
+        return {str(row["method"]): float(row["reward"]) for row in json.loads(path.read_bytes())}
+    except OSError as error:
+        raise ConfigError(f"--anchors {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"--anchors {path} is not what `pilotage baseline --json` prints") from None
 
 
 async def verify(arguments: argparse.Namespace) -> int:

@@ -4,8 +4,18 @@ Harbor's own validation happens where Harbor is (`rollouts`); here a directory i
 every run needs, so that a wrong path is refused before anything starts.
 """
 
+from pilotage.datasets.baselines import BaselineScores, score_baselines
 from pilotage.datasets.bugs import Bug, find_bugs
 from pilotage.datasets.harbor_tasks import load_tasks
 from pilotage.datasets.package_tasks import DEMO_HELD_OUT, DEMO_TRAIN, write_package_tasks
 
-__all__ = ["DEMO_HELD_OUT", "DEMO_TRAIN", "Bug", "find_bugs", "load_tasks", "write_package_tasks"]
+__all__ = [
+    "DEMO_HELD_OUT",
+    "DEMO_TRAIN",
+    "BaselineScores",
+    "Bug",
+    "find_bugs",
+    "load_tasks",
+    "score_baselines",
+    "write_package_tasks",
+]

@@ -8,7 +8,8 @@ Nothing here reads a disk or runs a program.
 """
 
 from pilotage.localization.gate import Submission, submission_fault
-from pilotage.localization.gold import gold_places
+from pilotage.localization.gold import gold_of_changes, gold_places
+from pilotage.localization.retrieval import BASELINES, Bm25, Function, functions_of, locate
 from pilotage.localization.scoring import (
     EmptyLevel,
     Places,
@@ -20,12 +21,18 @@ from pilotage.localization.scoring import (
 )
 
 __all__ = [
+    "BASELINES",
+    "Bm25",
     "EmptyLevel",
+    "Function",
     "Places",
     "Score",
     "Submission",
     "ceiling",
+    "functions_of",
+    "gold_of_changes",
     "gold_places",
+    "locate",
     "locations_of",
     "places_of",
     "score_locations",

@@ -1,4 +1,4 @@
-"""Gold places from two versions of a tree, by comparing syntax trees and never diff lines.
+"""Gold places from two versions of a tree, by comparing syntax trees and never diff lines; or from a row.
 
 Rules: names that exist in *before* are gold where their code differs; comments, layout and docstrings are
 no code; a nested function counts as its outermost function or method, a nested class as its outermost
@@ -7,7 +7,7 @@ gold, but a method added to an old class makes that class a module; only `.py` f
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -135,4 +135,27 @@ def gold_places(before: Mapping[str, str], after: Mapping[str, str]) -> Places:
             modules |= changed_modules
             functions |= changed_functions
         files.add(path)
+    return Places(files=frozenset(files), modules=frozenset(modules), functions=frozenset(functions))
+
+
+def gold_of_changes(file_changes: Iterable[Mapping[str, object]]) -> Places:
+    """Return the places that a row's `file_changes` name: its files, and what it calls edited.
+
+    `edited_modules` and `edited_entities` may be null, which means none; what was added counts for nothing.
+
+    Raises:
+        ValueError: a place does not start with its own file.
+    """
+    files: set[str] = set()
+    modules: set[str] = set()
+    functions: set[str] = set()
+    for change in file_changes:
+        path, edits = str(change["file"]), change["changes"]
+        assert isinstance(edits, Mapping)
+        files.add(path)
+        for level, key in ((modules, "edited_modules"), (functions, "edited_entities")):
+            for place in edits.get(key) or ():
+                if not place.startswith(f"{path}:"):
+                    raise ValueError(f"gold place {place!r} is not in its file {path!r}")
+                level.add(place)
     return Places(files=frozenset(files), modules=frozenset(modules), functions=frozenset(functions))

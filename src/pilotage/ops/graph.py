@@ -1,21 +1,29 @@
 """The reward graph of one or more runs."""
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pilotage.files import write_atomically
 from pilotage.ops.report import Record, training_steps, window_means
 
 _COLOURS = ("#1f5fa8", "#c2571a", "#2b8a3e", "#8e44ad")
 
 
 def write_reward_graph(
-    path: Path, runs: Mapping[str, Sequence[Record]], *, window: int, maximum: float | None = None
+    path: Path,
+    runs: Mapping[str, Sequence[Record]],
+    *,
+    window: int,
+    maximum: float | None = None,
+    anchors: Mapping[str, float] | None = None,
 ) -> None:
     """Write an SVG: per-step means, window means, and held-out points with 95 % intervals.
 
     Args:
         runs: name -> records; up to four are told apart by colour.
         maximum: highest possible reward, drawn as the top of the axis.
+        anchors: name -> mean reward of what needs no training, drawn as a line across.
     """
     from matplotlib.figure import Figure
 
@@ -40,6 +48,18 @@ def write_reward_graph(
             capsize=3,
             label=f"{name}: held-out, greedy",
         )
+    for name, reward in (anchors or {}).items():
+        axes.axhline(reward, color="#666666", linewidth=1, linestyle=(0, (4, 3)))
+        axes.annotate(
+            f"{name} {reward:.2f}",
+            (1, reward),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize="x-small",
+            color="#666666",
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("reward")
     axes.margins(x=0.02)
@@ -47,6 +67,6 @@ def write_reward_graph(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left", fontsize="small")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="svg")
-    partial.replace(path)
+    with io.BytesIO() as image:
+        figure.savefig(image, format="svg")
+        write_atomically(path, image.getvalue())
