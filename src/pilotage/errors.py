@@ -3,6 +3,7 @@
     PilotageError
     |-- ConfigError            the caller is wrong: a key, a value, a path (exit code 2)
     |   |-- TaskError          a directory that is not a usable Harbor task
+    |   |-- PackageError       a package of which no bugs can be made
     |   |-- TemplateError      a chat template or tokenizer that cannot be extended turn by turn
     |   `-- RunDirectoryError  a run directory that belongs to another config, or is in use
     |-- RewardError            a verifier's output holds no usable reward
@@ -43,6 +44,10 @@ class ConfigError(PilotageError, ValueError):
 
 class TaskError(ConfigError):
     """A directory is not a usable Harbor task."""
+
+
+class PackageError(ConfigError):
+    """No bugs can be made of a package: no sdist, no tests, or a suite that fails; others may go on."""
 
 
 class TemplateError(ConfigError):

@@ -14,6 +14,14 @@ from pilotage.errors import PilotageError
 
 type Command = Callable[[argparse.Namespace], Coroutine[object, object, int]]
 
+_EXTRAS = {
+    "harbor": "agents",
+    "openhands": "agents",
+    "litellm": "agents",
+    "datasets": "data",
+    "unidiff": "data",
+}
+"""Package that may be missing -> extra that brings it; any other is the local engine's."""
 _DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 
@@ -38,7 +46,7 @@ def run(argv: list[str]) -> int:
     except BaseExceptionGroup as group:
         return _fail_group(group)
     except ModuleNotFoundError as error:
-        extra = "agents" if error.name and error.name.split(".")[0] in ("harbor", "openhands") else "local"
+        extra = _EXTRAS.get((error.name or "").split(".")[0], "local")
         return _fail(f"{error}; install it with `pip install 'pilotage[{extra}]'` or `make install`", 2)
 
 
@@ -85,7 +93,41 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--held-out", type=int, default=32, metavar="N", help="held-out tasks (%(default)s)")
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(command=("data", "demo"))
+    _add_swe_smith(data)
     return parser
+
+
+def _add_swe_smith(kinds: "_Commands") -> None:
+    swe_smith = kinds.add_parser("swe-smith", help="localization tasks from SWE-smith rows")
+    swe_smith.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="summary.json, train/, held_out/"
+    )
+    swe_smith.add_argument(
+        "--export-swe-smith-to", type=Path, metavar="DIR", help="put train/ and held_out/ there instead"
+    )
+    rows = swe_smith.add_mutually_exclusive_group(required=True)
+    rows.add_argument("--parquet", type=Path, nargs="+", default=[], metavar="FILE", help="rows on this disk")
+    rows.add_argument("--revision", metavar="SHA", help="full commit of the data set on the hub")
+    swe_smith.add_argument("--limit", type=int, metavar="N", help="read only the first rows")
+    swe_smith.add_argument(
+        "--clone-from",
+        metavar="URL",
+        help="what the mirrors' names follow, to clone trees; default: source archives of the package index",
+    )
+    swe_smith.add_argument(
+        "--held-out", type=float, default=0.1, metavar="SHARE", help="of the repositories (%(default)s)"
+    )
+    swe_smith.add_argument(
+        "--empty",
+        choices=("zero", "match"),
+        default="zero",
+        help="worth of a level without gold (%(default)s)",
+    )
+    swe_smith.add_argument(
+        "--cache", type=Path, default=Path("tasks/cache"), metavar="DIR", help="(%(default)s)"
+    )
+    swe_smith.add_argument("--seed", type=int, default=0, help="of the split")
+    swe_smith.set_defaults(command=("data", "swe_smith"))
 
 
 type _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"

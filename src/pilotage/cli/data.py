@@ -2,10 +2,14 @@
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
+import sys
+from collections.abc import Mapping
 
 from pilotage.errors import ConfigError
+from pilotage.files import write_atomically
 
 
 async def demo(arguments: argparse.Namespace) -> int:
@@ -27,6 +31,82 @@ async def demo(arguments: argparse.Namespace) -> int:
     building.rename(out)
     print(f"wrote {out}")
     return 0
+
+
+async def swe_smith(arguments: argparse.Namespace) -> int:
+    """Write localization tasks from SWE-smith rows."""
+    from rich.progress import Progress
+
+    from pilotage.datasets.sdists import configured_index
+    from pilotage.datasets.swe_smith import (
+        SWE_SMITH,
+        CloneTrees,
+        SdistTrees,
+        TaskOptions,
+        check_rows,
+        read_rows,
+        write_swe_smith_tasks,
+    )
+
+    if not 0 <= arguments.held_out < 1:
+        raise ConfigError(
+            f"--held-out is a share of the repositories, from 0 to below 1; got {arguments.held_out}"
+        )
+    raw = read_rows(SWE_SMITH, parquet=arguments.parquet, revision=arguments.revision or "")
+    if arguments.limit is not None:
+        raw = itertools.islice(raw, arguments.limit)
+    checked = await asyncio.to_thread(check_rows, raw, SWE_SMITH.orientation)
+    print(f"{len(checked.rows)} rows can be used, {checked.drops.total()} cannot", flush=True)
+    _print_counts(checked.drops)
+    if not checked.rows:
+        raise ConfigError("no row is left to make a task of")
+    cache = arguments.cache
+    trees = (
+        CloneTrees(base_url=arguments.clone_from, clones=cache / "clones")
+        if arguments.clone_from
+        else SdistTrees(index_url=configured_index(), cache=cache / "sdists")
+    )
+    options = TaskOptions(held_out_fraction=arguments.held_out, seed=arguments.seed, empty=arguments.empty)
+    tasks_directory = arguments.export_swe_smith_to or arguments.out
+    with Progress(disable=not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("trees and tasks", total=len(checked.rows))
+        summary = await asyncio.to_thread(
+            write_swe_smith_tasks,
+            tasks_directory,
+            checked.rows,
+            trees,
+            options,
+            on_row=lambda: progress.advance(bar),
+        )
+    made = summary.written.total()
+    splits = f"{summary.written['train']} train, {summary.written['held_out']} held out"
+    print(f"{made} tasks in {tasks_directory}: {splits}")
+    print(f"{summary.num_exact} of them with exactly the files that the patch was made for")
+    print(f"{summary.drops.total()} rows without a task")
+    _print_counts(summary.drops)
+    print(f"recomputed gold equals the row's in {made - len(summary.differences)} of {made}")
+    for line in summary.differences:
+        print(f"  {line}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "source": {
+            "hub_id": SWE_SMITH.hub_id,
+            "revision": arguments.revision,
+            "parquet": list(map(str, arguments.parquet)),
+        },
+        "row_drops": checked.drops,
+        "written": summary.written,
+        "task_drops": summary.drops,
+        "num_exact": summary.num_exact,
+        "gold_differences": summary.differences,
+    }
+    write_atomically(arguments.out / "summary.json", json.dumps(record, indent=1).encode())
+    return 0 if made else 1
+
+
+def _print_counts(counts: Mapping[str, int]) -> None:
+    for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+        print(f"  {count:>6}  {reason}")
 
 
 async def baseline(arguments: argparse.Namespace) -> int:

@@ -16,13 +16,17 @@ from pilotage.recipes import Recipe, load_recipe
 async def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe into a run directory."""
     from pilotage.cli.progress import TerminalObserver
-    from pilotage.datasets import load_tasks
+    from pilotage.datasets import load_tasks, overlaps
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops import write_reward_graph
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     path = arguments.runs_dir / (arguments.run_name or recipe.name)
     train_tasks, held_out = load_tasks(recipe.tasks.train), load_tasks(recipe.tasks.held_out)
+    if shared := overlaps(train_tasks, held_out):
+        raise ConfigError(
+            f"{len(shared)} held-out tasks overlap with training: {shared[0]}; remove them from one side"
+        )
     from pilotage.recipes.stack import open_stack  # imports torch: what is wrong is said before that
 
     observer = TerminalObserver(num_steps=recipe.loop.num_steps)

@@ -6,6 +6,7 @@ every run needs, so that a wrong path is refused before anything starts.
 
 from pilotage.datasets.baselines import BaselineScores, score_baselines
 from pilotage.datasets.bugs import Bug, find_bugs
+from pilotage.datasets.contamination import overlaps
 from pilotage.datasets.harbor_tasks import load_tasks
 from pilotage.datasets.package_tasks import DEMO_HELD_OUT, DEMO_TRAIN, write_package_tasks
 
@@ -16,6 +17,7 @@ __all__ = [
     "Bug",
     "find_bugs",
     "load_tasks",
+    "overlaps",
     "score_baselines",
     "write_package_tasks",
 ]

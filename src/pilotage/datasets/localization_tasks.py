@@ -48,6 +48,25 @@ class LocalizationTask:
     agent_timeout_s: float = 120.0
 
 
+_INSTRUCTION = """The repository in the working directory has the problem that this report describes.
+
+<issue>
+{issue}
+</issue>
+
+Find the places in its code that have to change to solve the problem. Do not change anything yourself.
+
+Hand in once, with the tool `localization_finish`: a list of `locations`, each with the `file`, relative to
+the repository, and as far as they apply the `class_name` and the `function_name`. Name what has to change and
+nothing else. If you have no such tool, write {{"locations": [...]}} as JSON to /logs/agent/locations.json.
+"""
+
+
+def localization_instruction(issue: str) -> str:
+    """Return what a general agent is told: the issue, and how to hand in."""
+    return _INSTRUCTION.format(issue=issue.strip())
+
+
 def write_files(directory: Path, files: Mapping[str, bytes], *, executable: Iterable[str] = ()) -> None:
     """Write path -> content below `directory`; those of `executable` may be run."""
     for path, content in files.items():
@@ -105,7 +124,7 @@ def write_localization_task(directory: Path, task: LocalizationTask) -> None:
     """Write the task; `directory` appears only when it is whole.
 
     Raises:
-        ConfigError: `directory` exists, the instruction is blank, or there is no gold file in the tree.
+        ConfigError: `directory` exists, the issue is blank, or gold has no file or one outside the tree.
     """
     if not task.instruction.strip():
         raise ConfigError(f"task {task.name}: the issue text is blank")
