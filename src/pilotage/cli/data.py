@@ -7,9 +7,15 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pilotage.errors import ConfigError
 from pilotage.files import write_atomically
+
+if TYPE_CHECKING:
+    from pilotage.datasets.swe_smith import TaskSummary, TreeSource
 
 
 async def demo(arguments: argparse.Namespace) -> int:
@@ -37,11 +43,8 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
     """Write localization tasks from SWE-smith rows."""
     from rich.progress import Progress
 
-    from pilotage.datasets.sdists import configured_index
     from pilotage.datasets.swe_smith import (
         SWE_SMITH,
-        CloneTrees,
-        SdistTrees,
         TaskOptions,
         check_rows,
         read_rows,
@@ -60,12 +63,7 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
     _print_counts(checked.drops)
     if not checked.rows:
         raise ConfigError("no row is left to make a task of")
-    cache = arguments.cache
-    trees = (
-        CloneTrees(base_url=arguments.clone_from, clones=cache / "clones")
-        if arguments.clone_from
-        else SdistTrees(index_url=configured_index(), cache=cache / "sdists")
-    )
+    trees = _trees(arguments.clone_from, arguments.cache)
     options = TaskOptions(held_out_fraction=arguments.held_out, seed=arguments.seed, empty=arguments.empty)
     tasks_directory = arguments.export_swe_smith_to or arguments.out
     with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -78,30 +76,33 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
             options,
             on_row=lambda: progress.advance(bar),
         )
+    _print_tasks(summary, tasks_directory)
+    source = {"hub_id": SWE_SMITH.hub_id, "revision": arguments.revision, "parquet": arguments.parquet}
+    record = {"source": source, "row_drops": checked.drops, **asdict(summary)}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(arguments.out / "summary.json", json.dumps(record, indent=1, default=str).encode())
+    return 0 if summary.written else 1
+
+
+def _trees(clone_from: str | None, cache: Path) -> "TreeSource":
+    from pilotage.datasets.sdists import configured_index
+    from pilotage.datasets.swe_smith import CloneTrees, SdistTrees
+
+    if clone_from is not None:
+        return CloneTrees(base_url=clone_from, clones=cache / "clones")
+    return SdistTrees(index_url=configured_index(), cache=cache / "sdists")
+
+
+def _print_tasks(summary: "TaskSummary", directory: Path) -> None:
     made = summary.written.total()
     splits = f"{summary.written['train']} train, {summary.written['held_out']} held out"
-    print(f"{made} tasks in {tasks_directory}: {splits}")
+    print(f"{made} tasks in {directory}: {splits}")
     print(f"{summary.num_exact} of them with exactly the files that the patch was made for")
     print(f"{summary.drops.total()} rows without a task")
     _print_counts(summary.drops)
     print(f"recomputed gold equals the row's in {made - len(summary.differences)} of {made}")
     for line in summary.differences:
         print(f"  {line}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "source": {
-            "hub_id": SWE_SMITH.hub_id,
-            "revision": arguments.revision,
-            "parquet": list(map(str, arguments.parquet)),
-        },
-        "row_drops": checked.drops,
-        "written": summary.written,
-        "task_drops": summary.drops,
-        "num_exact": summary.num_exact,
-        "gold_differences": summary.differences,
-    }
-    write_atomically(arguments.out / "summary.json", json.dumps(record, indent=1).encode())
-    return 0 if made else 1
 
 
 def _print_counts(counts: Mapping[str, int]) -> None:

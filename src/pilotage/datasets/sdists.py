@@ -80,7 +80,7 @@ def configured_index() -> str:
         return url
     uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     said = _output([uv, "pip", "compile", "--emit-index-url", "--quiet", "-"]) if uv else ""
-    found = re.search(r"^--index-url (\S+)", said, re.MULTILINE)
+    found = re.search(r"^--index-url\s+(\S+)", said, re.MULTILINE)
     if found is None:
         raise ConfigError("no package index is configured: set PIP_INDEX_URL, or install uv")
     return found.group(1)
