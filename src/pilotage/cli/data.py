@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,8 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
         )
     _print_tasks(summary, tasks_directory)
     source = {"hub_id": SWE_SMITH.hub_id, "revision": arguments.revision, "parquet": arguments.parquet}
-    record = {"source": source, "row_drops": checked.drops, **asdict(summary)}
+    counts = {field.name: getattr(summary, field.name) for field in fields(summary)}
+    record = {"source": source, "row_drops": checked.drops, **counts}
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.out / "summary.json", json.dumps(record, indent=1, default=str).encode())
     return 0 if summary.written else 1
