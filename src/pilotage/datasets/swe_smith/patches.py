@@ -90,10 +90,10 @@ def read_patch(text: str) -> Patch:
 
 
 def _is_blank(file: PatchedFile) -> bool:
-    lines = [line for hunk in file for line in hunk]
-    removed = [text for line in lines if line.is_removed and (text := line.value.rstrip())]
-    added = [text for line in lines if line.is_added and (text := line.value.rstrip())]
-    return removed == added
+    # With the lines around: one that moves is removed and added unchanged.
+    lines = [line for hunk in file for line in hunk if line.value.strip() and line.line_type != "\\"]
+    before = [line.value.rstrip() for line in lines if not line.is_added]
+    return before == [line.value.rstrip() for line in lines if not line.is_removed]
 
 
 def git_blob(content: bytes) -> str:
