@@ -156,9 +156,9 @@ def test_a_row_of_no_use_is_counted_by_its_reason(fields: dict[str, Any], reason
 
 
 def test_a_line_that_moves_is_a_change() -> None:
-    header = "--- a/pkg/a.py\n+++ b/pkg/a.py\n@@ -1,2 +1,2 @@\n"
-    assert not read_patch(f"{header}-x = 1\n y = x\n+x = 1\n").files[0].is_blank
-    assert read_patch(f"{header}-x = 1\n y = x\n+x = 1  \n".replace(" y = x\n", "")).files[0].is_blank
+    header = "--- a/pkg/a.py\n+++ b/pkg/a.py\n"
+    assert not read_patch(f"{header}@@ -1,2 +1,2 @@\n-x = 1\n y = x\n+x = 1\n").files[0].is_blank
+    assert read_patch(f"{header}@@ -1,1 +1,1 @@\n-x = 1\n+x = 1  \n").files[0].is_blank
 
 
 def test_a_second_row_of_an_id_is_dropped() -> None:
