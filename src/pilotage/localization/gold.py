@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from pilotage.localization.parsing import parse
 from pilotage.localization.scoring import Places
 
 type _Code = list[str]
@@ -85,10 +86,10 @@ def _rest_of_class(node: ast.ClassDef) -> str:
 @lru_cache(maxsize=64)  # the clean tree is compared with many buggy ones
 def _outline(source: str) -> _Outline | None:
     """Return the outline, or None where the source does not parse."""
-    try:
-        tree = _DropDocstrings().visit(ast.parse(source.removeprefix("\ufeff")))
-    except (SyntaxError, ValueError):
+    parsed = parse(source)
+    if parsed is None:
         return None
+    tree = _DropDocstrings().visit(parsed)
     outline = _Outline(whole=ast.dump(tree))
     for member in _scope_members(tree.body):
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):

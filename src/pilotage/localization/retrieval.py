@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from pilotage.localization.parsing import parse
+
 _K1, _B = 1.5, 0.75
 _MAX_QUERY_COUNT = 3
 _MIN_IDENTIFIER = 3
@@ -68,9 +70,8 @@ def functions_of(sources: Mapping[str, str]) -> list[Function]:
 
 @lru_cache(maxsize=2000)  # the tasks of one package differ in a file
 def _functions_of_file(path: str, source: str) -> tuple[Function, ...]:
-    try:
-        tree = ast.parse(source.removeprefix("\ufeff"))
-    except (SyntaxError, ValueError):
+    tree = parse(source)
+    if tree is None:
         return ()
     lines = source.splitlines()
     return tuple(

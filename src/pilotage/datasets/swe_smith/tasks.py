@@ -15,6 +15,8 @@ from pilotage.datasets.swe_smith.rows import Row
 from pilotage.datasets.swe_smith.trees import NoTreeError, Tree, TreeSource, sources_of, two_versions
 from pilotage.localization import EmptyLevel, Places, gold_places
 
+_MAX_DATA_BYTES = 200_000
+
 
 @dataclass(slots=True)
 class TaskSummary:
@@ -50,6 +52,11 @@ def _by_repository(rows: Sequence[Row]) -> Iterator[Row]:
     yield from sorted(rows, key=lambda row: (row.repository, row.instance_id))
 
 
+def _is_kept(path: str, content: bytes) -> bool:
+    """Leave out large data files: a sandbox holds its tree in memory, once for each rollout."""
+    return path.endswith(".py") or len(content) <= _MAX_DATA_BYTES
+
+
 def _task(row: Row, tree: Tree, options: TaskOptions) -> tuple[LocalizationTask, Places]:
     """Return the task, and its gold as recomputed."""
     buggy, fixed = two_versions(row, tree)
@@ -61,7 +68,7 @@ def _task(row: Row, tree: Tree, options: TaskOptions) -> tuple[LocalizationTask,
         name=row.instance_id,
         description=f"Find what has to change in {row.repository}",
         instruction=localization_instruction(row.issue),
-        tree=buggy,
+        tree={path: content for path, content in buggy.items() if _is_kept(path, content)},
         gold=gold,
         empty=options.empty,
         metadata={
