@@ -143,6 +143,11 @@ def _add_training(commands: _Commands) -> None:
     _recipe_arguments(train)
     train.add_argument("--run-name", metavar="NAME", help="directory under runs/; default: the recipe's name")
     train.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR")
+    train.add_argument(
+        "--launch-environment",
+        action="store_true",
+        help="take the variables and override names of the Arctic launch blocks (docs/reference.md)",
+    )
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     train.set_defaults(command=("train", "train"))
 

@@ -40,12 +40,14 @@ async def show(arguments: argparse.Namespace) -> int:
 async def report(arguments: argparse.Namespace) -> int:
     """Print a run's report and write its graph."""
     from pilotage.ops import format_report, write_reward_graph
+    from pilotage.recipes.reference import describe_recipe
 
     run = _run(arguments.run)
     records = run.metrics()
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")
     anchors = _anchors(arguments.anchors) if arguments.anchors is not None else {}
+    print("\n".join(describe_recipe(run.config())))
     print(format_report(records, window=arguments.window))
     for name, reward in anchors.items():
         print(f"anchor {name}: {reward:.3f}")

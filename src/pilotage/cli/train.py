@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Generator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from pilotage.errors import ConfigError
 from pilotage.recipes import Recipe, load_recipe
+from pilotage.recipes.environment import environment_overrides, run_directory, translated
+from pilotage.recipes.reference import describe_recipe
 
 
 async def train(arguments: argparse.Namespace) -> int:
@@ -19,24 +22,35 @@ async def train(arguments: argparse.Namespace) -> int:
     from pilotage.datasets import load_tasks, overlaps
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops import write_reward_graph
+    from pilotage.rollouts.task_validation import check_tasks
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    path = arguments.runs_dir / (arguments.run_name or recipe.name)
+    overrides: list[str] = arguments.overrides
+    launch = os.environ if arguments.launch_environment else {}
+    if arguments.launch_environment:
+        overrides = [*environment_overrides(launch), *translated(overrides)]
+    recipe = load_recipe(arguments.recipe, overrides)
+    path = run_directory(launch, arguments.runs_dir, arguments.run_name or recipe.name)
     train_tasks, held_out = load_tasks(recipe.tasks.train), load_tasks(recipe.tasks.held_out)
     if shared := overlaps(train_tasks, held_out):
         raise ConfigError(
             f"{len(shared)} held-out tasks overlap with training: {shared[0]}; remove them from one side"
         )
+    check_tasks([*train_tasks, *held_out])
     from pilotage.recipes.stack import open_stack  # imports torch: what is wrong is said before that
 
     observer = TerminalObserver(num_steps=recipe.loop.num_steps)
     with RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run, observer:
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
+        for line in describe_recipe(recipe.resolved()):
+            observer.say(line)
         observer.say(f"{len(train_tasks)} training tasks, {len(held_out)} held out; starting workers")
         async with (
             _terminable(),
             open_stack(
-                recipe, model=recipe.policy.model, trials_directory=path / "trials", run_directory=path
+                recipe,
+                model=recipe.policy.model,
+                trials_directory=recipe.rollouts.trials_directory or path / "trials",
+                run_directory=path,
             ) as stack,
         ):
             loop = SynchronousLoop(
@@ -98,11 +112,13 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     from pilotage.datasets import load_tasks
     from pilotage.loops.metrics import evaluation_metrics
     from pilotage.loops.synchronous import evaluation_requests
+    from pilotage.rollouts.task_validation import check_tasks
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tasks = load_tasks(recipe.tasks.held_out)
     if not tasks:
         raise ConfigError("there is nothing to evaluate; give tasks.held_out")
+    check_tasks(tasks)
     from pilotage.recipes.stack import open_stack
 
     requests = evaluation_requests(tasks, settings=recipe.loop, step=0)
@@ -126,12 +142,14 @@ async def rollout(arguments: argparse.Namespace) -> int:
     """Run one trial of one task; exit code 0 if it has a reward."""
     from pilotage.datasets import load_tasks
     from pilotage.ops import format_rollout
+    from pilotage.rollouts.task_validation import check_tasks
     from pilotage.types import RolloutRequest
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     tasks = load_tasks([arguments.task])
     if len(tasks) != 1:
         raise ConfigError(f"{arguments.task} holds {len(tasks)} tasks; give the directory of one")
+    check_tasks(tasks)
     from pilotage.recipes.stack import open_stack
 
     sampling = replace(recipe.loop.sampling, seed=recipe.loop.seed)

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from pilotage.errors import TaskError
 from pilotage.types import Task
 
 
@@ -20,7 +21,11 @@ def _marks(task: Task) -> Iterator[tuple[str, str]]:
     yield "directory", str(task.path)
     if (task.path / "instruction.md").is_file():
         yield "issue text", _issue_digest(task.path)
-    settings = tomllib.loads((task.path / "task.toml").read_text())
+    path = task.path / "task.toml"
+    try:
+        settings = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path} is not TOML: {error}") from None
     if name := settings.get("task", {}).get("name"):
         yield "name", str(name)
     if repository := settings.get("metadata", {}).get("repository"):
@@ -28,7 +33,13 @@ def _marks(task: Task) -> Iterator[tuple[str, str]]:
 
 
 def overlaps(train: Iterable[Task], held_out: Sequence[Task]) -> list[str]:
-    """Return one line for each held-out task that shares directory, name, issue text or repository."""
+    """Return one line for each held-out task that shares directory, name, issue text or repository.
+
+    Raises:
+        TaskError: a task.toml is not TOML.
+    """
+    if not held_out:
+        return []
     trained: dict[tuple[str, str], str] = {}
     for task in train:
         for mark in _marks(task):

@@ -6,12 +6,13 @@ Relative paths are relative to the recipe's file, so a recipe works from any dir
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
+from pilotage.recipes.reference import changes
 
 
 class _Section(BaseModel):
@@ -81,6 +82,8 @@ class RolloutSettings(_Section):
     """Rollouts that run at once."""
     workers: int = Field(default=2, ge=0)
     """Processes that run trials; 0 runs them in the driver."""
+    trials_directory: Path | None = None
+    """Where Harbor's trial directories are made; absent is the run directory."""
     keep_trials: bool = False
     """Whether Harbor's trial directories stay."""
 
@@ -112,6 +115,8 @@ class Recipe(_Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Of the experiment; runs are named after it."""
+    reference: Literal["harbor", "code_localization"] | None = None
+    """Whose hyperparameters it takes or forks; a recipe of the reference's own name has exactly those."""
     backend: Literal["local", "cortex"] = "local"
     """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service."""
     policy: PolicySettings
@@ -119,6 +124,17 @@ class Recipe(_Section):
     rollouts: RolloutSettings = RolloutSettings()
     loop: LoopSettings = LoopSettings()
     job: JobSettings = JobSettings()
+
+    @model_validator(mode="after")
+    def _keep_references_intact(self) -> Self:
+        if self.reference is not None and self.name == self.reference:
+            changed = changes(self.resolved(), self.reference)
+            if changed:
+                raise ValueError(
+                    f"recipe {self.name} is a reference and stays as it is, but {changed[0]};"
+                    " give the fork a name of its own, name=..."
+                )
+        return self
 
     def resolved(self) -> dict[str, Any]:
         """Return plain values for TOML: what is absent is left out."""
@@ -160,6 +176,7 @@ _PATH_KEYS = (
     ("tasks", "held_out"),
     ("rollouts", "system_prompt_file"),
     ("rollouts", "skills"),
+    ("rollouts", "trials_directory"),
 )
 
 
@@ -205,7 +222,7 @@ def _first_fault(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key}; docs/reference.md lists the keys"
     if first["type"] == "value_error":
-        return f"{key}: {first['msg'].removeprefix('Value error, ')}"
+        return f"{key}: {first['msg']}".replace("Value error, ", "").removeprefix(": ")
     if first["type"] == "missing":
         return f"missing key {key}"
     return f"{key} = {first['input']!r}: {first['msg']}"
