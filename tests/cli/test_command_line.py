@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_task(directory: Path, *, without: str = "") -> Path:
+    (directory / "environment").mkdir(parents=True, exist_ok=True)
     for name in ("task.toml", "instruction.md", "tests/test.sh"):
         if name != without:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            (directory / name).write_text("x")
+            (directory / name).write_text("" if name == "task.toml" else "x")
     return directory
 
 

@@ -94,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(command=("data", "demo"))
     _add_swe_smith(data)
+    check = data.add_parser("check", help="run each task's oracle, and look for what gives it away")
+    check.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
+    check.add_argument("--environment", default="host", metavar="NAME", help="as in a recipe (%(default)s)")
+    check.add_argument("--concurrency", type=int, default=4, metavar="N", help="tasks at once (%(default)s)")
+    check.set_defaults(command=("data", "check"))
     return parser
 
 

@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -139,3 +141,38 @@ async def baseline(arguments: argparse.Namespace) -> int:
             f" {mean.total:6.3f}"
         )
     return 0
+
+
+async def check(arguments: argparse.Namespace) -> int:
+    """Run every task's oracle and the leak probe; exit code 1 where anything is wrong."""
+    from rich.progress import Progress
+
+    from pilotage.datasets import load_tasks
+    from pilotage.ops.task_check import TaskFindings, check_tasks
+    from pilotage.rollouts.register import sweep
+    from pilotage.rollouts.trial import HOST_ENVIRONMENT, EnvironmentChoice
+
+    logging.disable(logging.ERROR)  # Harbor minds that its own oracle has no web tools to take away
+    tasks = load_tasks(arguments.tasks)
+    name = HOST_ENVIRONMENT if arguments.environment == "host" else arguments.environment
+    await asyncio.to_thread(sweep)
+    with Progress(disable=not sys.stdout.isatty()) as progress, tempfile.TemporaryDirectory() as trials:
+        bar = progress.add_task("oracle and leak probe", total=len(tasks))
+
+        def on_task(found: TaskFindings) -> None:
+            progress.advance(bar)
+            for line in found.findings:
+                progress.console.print(
+                    f"{found.task.id}: {line}", markup=False, highlight=False, soft_wrap=True
+                )
+
+        checked = await check_tasks(
+            tasks,
+            environment=EnvironmentChoice(name=name),
+            trials=Path(trials),
+            concurrency=arguments.concurrency,
+            on_task=on_task,
+        )
+    bad = sum(bool(found.findings) for found in checked)
+    print(f"{len(tasks)} tasks checked, {bad} with findings")
+    return 1 if bad else 0

@@ -39,6 +39,11 @@ _HOST_FILES = (
     "/etc/localtime",
     "/etc/terminfo",
 )
+_PACKAGE_DIRECTORIES = frozenset(
+    {"site-packages", "dist-packages", "_vendor", "_bundled", "vendored", "third_party", "pylib"}
+)
+"""Names of directories that hold published packages: installed, vendored by others, or as wheels."""
+_PROGRAM_ROOTS = ("/usr", "/usr/lib", "/usr/share", "/usr/local", "/usr/local/lib")
 _NETWORK_FILES = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki", "/etc/ca-certificates")
 _ETC = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n",
@@ -133,19 +138,42 @@ def _namespace_arguments(*, has_network: bool) -> list[str]:
 
 @cache
 def _interpreter_arguments() -> tuple[str, ...]:
-    """Bind the Python installation, with every site-packages directory hidden.
+    """Bind the Python installation, and hide every directory of this machine that holds published packages.
 
-    Tasks are made of published packages: a second copy of a task's package would give the answer away.
+    Tasks are made of such packages: a second copy of a task's package would give the answer away.
     """
     prefix = Path(sys.base_prefix).resolve()
     arguments: list[str] = []
     if not prefix.is_relative_to("/usr"):
         arguments += ["--ro-bind", str(prefix), str(prefix)]
-    roots = {prefix / "lib", Path("/usr/lib"), Path("/usr/local/lib")}
-    for root in sorted(roots):
-        for packages in sorted([*root.glob("python3*/site-packages"), *root.glob("python3*/dist-packages")]):
-            arguments += ["--tmpfs", str(packages), "--remount-ro", str(packages)]
+    roots = {prefix, prefix / "lib", *map(Path, _PROGRAM_ROOTS)}
+    for packages in package_directories(roots):
+        arguments += ["--tmpfs", packages, "--remount-ro", packages]
     return tuple(arguments)
+
+
+def package_directories(roots: set[Path]) -> list[str]:
+    """Return the directories to hide below `roots`.
+
+    A program that brings packages of its own is hidden whole, since they need not all be where their names
+    say so; of Python itself, of node and of the roots, only the directories that hold packages.
+    """
+    found: set[Path] = set()
+    for root in sorted(roots):
+        if any(root != other and root.is_relative_to(other) for other in roots):
+            continue  # walked with the other
+        for folder, directories, _ in os.walk(root):
+            holders = [Path(folder, name) for name in directories if name in _PACKAGE_DIRECTORIES]
+            found |= {_program_of(holder, roots) for holder in holders}
+            directories[:] = [name for name in directories if name not in _PACKAGE_DIRECTORIES]
+    return sorted(str(path) for path in found if not found & set(path.parents))
+
+
+def _program_of(holder: Path, roots: set[Path]) -> Path:
+    """Return the directory directly below a root that a package directory belongs to, or itself."""
+    program = next(path for path in (holder, *holder.parents) if path.parent in roots)
+    is_kept = program in roots or program.name.startswith(("python", "node_modules"))
+    return holder if is_kept else program
 
 
 def interpreter_path() -> str:
