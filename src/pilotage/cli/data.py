@@ -149,12 +149,15 @@ async def check(arguments: argparse.Namespace) -> int:
 
     from pilotage.datasets import load_tasks
     from pilotage.ops.task_check import TaskFindings, check_tasks
+    from pilotage.rollouts.environments import check_environment
     from pilotage.rollouts.register import sweep
     from pilotage.rollouts.trial import HOST_ENVIRONMENT, EnvironmentChoice
 
     logging.disable(logging.ERROR)  # Harbor minds that its own oracle has no web tools to take away
     tasks = load_tasks(arguments.tasks)
     name = HOST_ENVIRONMENT if arguments.environment == "host" else arguments.environment
+    environment = EnvironmentChoice(name=name)
+    await asyncio.to_thread(check_environment, environment)
     await asyncio.to_thread(sweep)
     with Progress(disable=not sys.stdout.isatty()) as progress, tempfile.TemporaryDirectory() as trials:
         bar = progress.add_task("oracle and leak probe", total=len(tasks))
@@ -168,7 +171,7 @@ async def check(arguments: argparse.Namespace) -> int:
 
         checked = await check_tasks(
             tasks,
-            environment=EnvironmentChoice(name=name),
+            environment=environment,
             trials=Path(trials),
             concurrency=arguments.concurrency,
             on_task=on_task,

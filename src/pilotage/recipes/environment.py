@@ -30,7 +30,7 @@ _AGENTS: Mapping[str, str] = {
 }
 _ENVIRONMENTS: Mapping[str, str] = {
     "HostEnvironment": "host",
-    "SnowflakeSandboxEnvironment": "pilotage.rollouts:SnowflakeSandboxEnvironment",
+    "SnowflakeSandboxEnvironment": "snowflake",
 }
 _OVERRIDES: Mapping[str, str] = {
     "trainer.max_training_steps": "loop.num_steps",

@@ -11,12 +11,11 @@ from types import TracebackType
 from typing import Self
 
 from pilotage.interfaces import SessionHost
+from pilotage.rollouts.environments import check_environment
 from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
-from pilotage.rollouts.sandbox import check_programs
 from pilotage.rollouts.trial import (
-    HOST_ENVIRONMENT,
     AgentChoice,
     Deadlines,
     EnvironmentChoice,
@@ -76,12 +75,10 @@ class HarborRunner:
         """Clear what dead drivers left, check the sandbox, and start the workers.
 
         Raises:
-            ConfigError: a sandbox cannot be made here.
+            ConfigError: the environment cannot be used here.
         """
         await asyncio.to_thread(sweep)
-        environment = self._settings.environment
-        if environment.name == HOST_ENVIRONMENT and not environment.options.get("unsandboxed"):
-            await asyncio.to_thread(check_programs)
+        await asyncio.to_thread(check_environment, self._settings.environment)
         if self._workers is not None:
             await self._workers.start()
         return self
