@@ -54,7 +54,8 @@ def _by_repository(rows: Sequence[Row]) -> Iterator[Row]:
 
 def _is_kept(path: str, content: bytes) -> bool:
     """Leave out large data files: a sandbox holds its tree in memory, once for each rollout."""
-    return path.endswith(".py") or len(content) <= _MAX_DATA_BYTES
+    is_debris = path.endswith((".orig", ".rej"))  # a probe would take it for what a patch left
+    return path.endswith(".py") or (len(content) <= _MAX_DATA_BYTES and not is_debris)
 
 
 def _task(row: Row, tree: Tree, options: TaskOptions) -> tuple[LocalizationTask, Places]:
