@@ -53,6 +53,7 @@ def test_what_a_call_means_is_kept(one: str, other: str) -> None:
         ('{"a": "ls', 'raw:{"a": "ls'),
         ("", "raw:"),
         ("[" * 100_000, "raw:" + "[" * 100_000),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", '{"a":' + "[" * 300 + "]" * 300 + "}"),
     ],
 )
 def test_canonical_arguments_by_example(text: str, canonical: str) -> None:

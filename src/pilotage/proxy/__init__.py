@@ -1,4 +1,4 @@
-"""The recording proxy: agents speak chat completions, the policy speaks token ids.
+"""The recording proxy: agents speak chat completions, Messages or Responses, the policy token ids.
 
 Invariant: a turn's prompt is the recorded sequence that it extends plus the encoding of the new messages
 only, and the turn is recorded before any byte of its answer is sent. Nothing that was sampled is ever

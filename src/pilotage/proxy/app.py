@@ -1,18 +1,21 @@
 """The ASGI app: who may ask, and the path of a request from bytes to bytes.
 
-    authorise -> read -> parse -> note overrides -> replay, or join a sampler call -> answer
+    authorise -> read -> note overrides -> replay, or join a sampler call -> write
+                  |                                                           |
+                  '------------------------ dialect --------------------------'
 
-A turn is recorded before any byte of its answer is sent. The bearer key is the session: it is kept as
-a digest only, and appears in no log and no error body.
+What is between the two ends of a dialect is the same for all of them. A turn is recorded before any byte of
+its answer is sent. The key is the session: it is kept as a digest only, and appears in no log and no error
+body.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from hashlib import sha256
 
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -20,12 +23,17 @@ from starlette.routing import Route
 
 from pilotage.errors import SamplerError, WeightsChangingError
 from pilotage.interfaces import Renderer, Sampler
+from pilotage.proxy.answers import Answer, encode
+from pilotage.proxy.dialect import Dialect
+from pilotage.proxy.dialects import DIALECTS
+from pilotage.proxy.fields import JsonObject
 from pilotage.proxy.patience import Patience
-from pilotage.proxy.refusals import Refusal, unknown_key
-from pilotage.proxy.replies import Answer, events, whole_body
-from pilotage.proxy.requests import ChatRequest, parse_request
+from pilotage.proxy.refusals import Refusal, openai_error, unknown_key
+from pilotage.proxy.requests import TurnRequest, read_object, turn_request
 from pilotage.proxy.session import Policy, Session
 from pilotage.types import SessionAccess, SessionRecord, SessionSpec
+
+type _Answering = Callable[[Dialect, Session, TurnRequest, Request], Awaitable[Response]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ _JSON = "application/json"
 
 
 class ChatCompletionsProxy:
-    """Records every token that agents sample through `POST /v1/chat/completions`.
+    """Records every token that agents sample through chat completions and the other dialects.
 
     Agents often send an assistant message back without its reasoning. The request then still extends
     the recorded turn: the recorded ids are the truth, and the resent message is a label. Only other,
@@ -70,7 +78,7 @@ class ChatCompletionsProxy:
         self._sessions: dict[bytes, Session] = {}
         self.app = Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                *(route for dialect in DIALECTS for route in self._routes(dialect)),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/health", _health, methods=["GET"]),
             ]
@@ -93,68 +101,87 @@ class ChatCompletionsProxy:
             raise ValueError("the session is not open: its key is unknown here, or it was closed before")
         return await session.close()
 
+    def _routes(self, dialect: Dialect) -> Iterator[Route]:
+        yield Route(dialect.path, partial(self._serve, dialect, self._complete), methods=["POST"])
+        if dialect.count_path is not None:
+            yield Route(dialect.count_path, partial(self._serve, dialect, self._count), methods=["POST"])
+
     async def _models(self, request: Request) -> Response:
         try:
             self._session_of(request)
         except Refusal as refusal:
-            return _refuse(refusal)
+            return _refuse(refusal, openai_error(refusal))
         model = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "pilotage"}
-        return Response(orjson.dumps({"object": "list", "data": [model]}), media_type=_JSON)
+        return _json({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _serve(self, dialect: Dialect, answer: _Answering, request: Request) -> Response:
+        """Take a request of `dialect` through its session to `answer`."""
         try:
             session = self._session_of(request)
         except Refusal as refusal:
-            return _refuse(refusal)
+            return _refuse(refusal, dialect.refused(refusal))
         session.counters["requests"] += 1
         try:
-            chat = parse_request(await _read_body(request), request.headers, session.reader)
-            session.note_overrides(chat)
-            return await self._complete(session, chat, request)
+            sent = read_object(await _read_body(request))
+            asked = dialect.read(sent, session.reader(dialect.path))
+            return await answer(dialect, session, turn_request(asked, sent, request.headers), request)
         except Refusal as refusal:
             session.counters[f"refused_{refusal.code}"] += 1
-            return _refuse(refusal)
+            return _refuse(refusal, dialect.refused(refusal))
         except Exception as error:  # noqa: BLE001 - the boundary: a fault of ours must reach the agent as JSON, and the log whole
             _LOG.exception("rollout %s: the proxy failed on a request", session.spec.rollout_id)
             session.note_fault(error)
-            return _refuse(
-                Refusal(500, "internal_error", "the proxy failed on this request; its log says why")
-            )
+            refusal = Refusal(500, "internal_error", "the proxy failed on this request; its log says why")
+            return _refuse(refusal, dialect.refused(refusal))
 
     def _session_of(self, request: Request) -> Session:
-        """Return the session that the bearer key names.
+        """Return the session that the request's key names: a bearer key, or Anthropic's header.
 
         The look-up is by digest: how long it takes says nothing about a key.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(_digest(key.strip()))
-        if session is None or session.has_expired or scheme.lower() != "bearer":
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            keys.insert(0, bearer)
+        sessions = (self._sessions.get(_digest(key.strip())) for key in keys)
+        session = next((found for found in sessions if found is not None), None)
+        if session is None or session.has_expired:
             raise unknown_key()
         return session
 
-    async def _complete(self, session: Session, chat: ChatRequest, request: Request) -> Response:
-        turn = session.replayed_turn(chat)
-        if turn is None:
-            turn = await _turn_or_disconnect(session, chat, request)
-        if turn is None:
+    async def _count(
+        self, dialect: Dialect, session: Session, asked: TurnRequest, request: Request
+    ) -> Response:
+        return _json({"input_tokens": await session.count_tokens(asked)})
+
+    async def _complete(
+        self, dialect: Dialect, session: Session, asked: TurnRequest, request: Request
+    ) -> Response:
+        session.note_overrides(asked)
+        index = session.replayed_turn(asked)
+        if index is None:
+            index = await _turn_or_disconnect(session, asked, request)
+        if index is None:
             return Response(status_code=499)  # nobody reads it
-        session.deliver(turn, chat)
+        session.deliver(index, asked)
+        tree = session.tree
         answer = Answer(
-            id=f"chatcmpl-{session.spec.rollout_id}-{turn}",
+            name=f"{session.spec.rollout_id}-{index}",
             model=self.model_name,
-            turn=session.tree.turn(turn),
-            reply=session.tree.reply(turn),
-            prompt_tokens=session.tree.prompt_tokens(turn),
-            prompt_ids=session.tree.prompt_ids_of(turn) if chat.wants_token_ids else None,
+            turn=tree.turn(index),
+            message=tree.reply(index).message,
+            prompt_tokens=tree.prompt_tokens(index),
+            prompt_ids=partial(tree.prompt_ids_of, index),
+            sent=asked.sent,
         )
-        if chat.is_streamed:
-            return StreamingResponse(_stream(answer, chat), media_type="text/event-stream")
-        return Response(whole_body(answer, chat), media_type=_JSON)
+        if asked.asked.is_streamed:
+            return StreamingResponse(_stream(dialect.events(answer)), media_type="text/event-stream")
+        return _json(dialect.whole(answer))
 
 
-async def _turn_or_disconnect(session: Session, chat: ChatRequest, request: Request) -> int | None:
-    """Wait for the turn that answers `chat`; None where the client went away first."""
-    call = session.join(chat)
+async def _turn_or_disconnect(session: Session, asked: TurnRequest, request: Request) -> int | None:
+    """Wait for the turn that answers `asked`; None where the client went away first."""
+    call = session.join(asked)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -197,17 +224,21 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-async def _stream(answer: Answer, chat: ChatRequest) -> AsyncIterator[bytes]:
-    for event in events(answer, chat):
-        yield event
+async def _stream(events: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for part in events:
+        yield part
 
 
 async def _health(request: Request) -> Response:
-    return Response(b'{"status":"ok"}', media_type=_JSON)
+    return _json({"status": "ok"})
 
 
-def _refuse(refusal: Refusal) -> Response:
-    return Response(refusal.body(), refusal.status, dict(refusal.headers), _JSON)
+def _json(body: JsonObject) -> Response:
+    return Response(encode(body), media_type=_JSON)
+
+
+def _refuse(refusal: Refusal, body: JsonObject) -> Response:
+    return Response(encode(body), refusal.status, dict(refusal.headers), _JSON)
 
 
 def _digest(key: str) -> bytes:

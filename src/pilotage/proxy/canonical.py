@@ -89,9 +89,12 @@ def canonical_json(value: object) -> bytes:
     """Return JSON bytes that do not depend on the order of keys.
 
     Raises:
-        ValueError: the value holds what JSON cannot.
+        ValueError: the value holds what JSON cannot, or is nested deeper than 254 levels.
     """
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # what orjson raises, for all of these
+        raise ValueError(str(error)) from error
 
 
 def message_digest(message: Message) -> bytes:

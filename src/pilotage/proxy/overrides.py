@@ -1,13 +1,14 @@
 """Sampling options that an agent asks for, against what the recipe decided.
 
 The recipe owns every one of them: a temperature of 0 has no ratio, a fixed seed makes siblings equal, a
-nucleus renormalises the log-probs. What differs is counted and logged, never obeyed.
+nucleus renormalises the log-probs. What differs is counted and logged, never obeyed. Names are those of chat
+completions; other dialects translate their own.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pilotage.proxy.messages import JsonObject
+from pilotage.proxy.fields import JsonObject
 from pilotage.types import SamplingParams
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -25,6 +26,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning_effort": (),
     "chat_template_kwargs": ({},),
     "ignore_eos": (False,),
+    "thinking": (),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+    "context_management": (),
+    "output_config": ({},),
 }
 """Options without a counterpart in the recipe -> values that ask for nothing."""
 
@@ -39,16 +45,16 @@ _OWNED: dict[str, Callable[[SamplingParams], tuple[Any, ...]]] = {
 """Options that the recipe sets -> spellings of the recipe's own value."""
 
 
-def overridden(body: JsonObject, own: SamplingParams) -> Iterator[str]:
-    """Yield the name of every option in `body` that asks for something else than `own`."""
+def overridden(options: JsonObject, own: SamplingParams) -> Iterator[str]:
+    """Yield the name of every option in `options` that asks for something else than `own`."""
     for name, spellings in _OWNED.items():
-        if _asks(body, name, spellings(own)):
+        if _asks(options, name, spellings(own)):
             yield name
     for name, neutral in _NEUTRAL.items():
-        if _asks(body, name, neutral):
+        if _asks(options, name, neutral):
             yield name
 
 
-def _asks(body: JsonObject, name: str, nothing_new: tuple[object, ...]) -> bool:
-    value = body.get(name)
+def _asks(options: JsonObject, name: str, nothing_new: tuple[object, ...]) -> bool:
+    value = options.get(name)
     return value is not None and value not in nothing_new

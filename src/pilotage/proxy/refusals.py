@@ -1,9 +1,15 @@
-"""What the proxy answers instead of a completion, in OpenAI's error shape."""
+"""What the proxy answers instead of a completion; each dialect has its own shape for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import orjson
+_OPENAI_KINDS = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 @dataclass(eq=False)
@@ -16,21 +22,28 @@ class Refusal(Exception):
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    @property
-    def kind(self) -> str:
-        """The `type` that OpenAI's clients expect beside the status."""
-        kinds = {
-            401: "authentication_error",
-            429: "rate_limit_error",
-            500: "server_error",
-            503: "server_error",
-        }
-        return kinds.get(self.status, "invalid_request_error")
 
-    def body(self) -> bytes:
-        """Return the JSON error object; it never holds anything of the request's headers."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+@dataclass(eq=False)
+class ContextExceeded(Refusal):
+    """A 400 for a prompt that leaves no room; dialects word it so that their SDKs know it for what it is."""
+
+    window_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+def openai_error(refusal: Refusal, *, message: str = "", param: str | None = None) -> dict[str, Any]:
+    """Return the error object of OpenAI's APIs; it never holds anything of the request's headers.
+
+    Args:
+        message, param: instead of the refusal's own.
+    """
+    error = {
+        "message": message or refusal.message,
+        "type": _OPENAI_KINDS.get(refusal.status, "invalid_request_error"),
+        "param": param or refusal.param,
+        "code": refusal.code,
+    }
+    return {"error": error}
 
 
 def bad_request(message: str, param: str | None = None, code: str = "invalid_request") -> Refusal:
@@ -40,17 +53,20 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_req
 
 def unknown_key() -> Refusal:
     """Return a 401 that says the same for a missing, unknown, expired and closed key."""
-    message = "The bearer key names no open session: it is unknown, has expired, or its session was closed."
+    message = "The key names no open session: it is unknown, has expired, or its session was closed."
     return Refusal(401, "invalid_api_key", message, headers={"www-authenticate": "Bearer"})
 
 
-def context_exceeded(window_tokens: int, prompt_tokens: int) -> Refusal:
-    """Return a 400 in the wording that LiteLLM and agent SDKs recognise."""
-    message = (
-        f"This model's maximum context length is {window_tokens} tokens. However, your messages resulted in"
-        f" {prompt_tokens} tokens. Please reduce the length of the messages."
+def context_exceeded(window_tokens: int, prompt_tokens: int) -> ContextExceeded:
+    """Return the 400 for a prompt that leaves no room in the window."""
+    message = f"the prompt of {prompt_tokens} tokens leaves no room in the context window of {window_tokens}"
+    return ContextExceeded(
+        400,
+        "context_length_exceeded",
+        message,
+        window_tokens=window_tokens,
+        prompt_tokens=prompt_tokens,
     )
-    return bad_request(message, "messages", "context_length_exceeded")
 
 
 def turns_exhausted(max_turns: int) -> Refusal:

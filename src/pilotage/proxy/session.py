@@ -9,18 +9,18 @@ import asyncio
 import heapq
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pilotage.errors import ContextExceededError, SamplerError, TemplateError
 from pilotage.interfaces import Renderer, Sampler
 from pilotage.proxy.canonical import canonical_reply
-from pilotage.proxy.messages import Reader
 from pilotage.proxy.overrides import overridden
 from pilotage.proxy.patience import Patience, sample_patiently
+from pilotage.proxy.reader import Reader
 from pilotage.proxy.refusals import Refusal, bad_request, context_exceeded, turns_exhausted
-from pilotage.proxy.requests import ChatRequest
+from pilotage.proxy.requests import TurnRequest
 from pilotage.proxy.tree import Attachment, Reply, SessionTree
 from pilotage.types import (
     Completion,
@@ -86,7 +86,7 @@ class Session:
         self.spec = spec
         self.tree = SessionTree(honour_dropped_reasoning=policy.honour_dropped_reasoning)
         self.counters: Counter[str] = Counter()
-        self.reader = Reader()
+        self._readers: defaultdict[str, Reader] = defaultdict(Reader)
         self._policy = policy
         self._expires_at = time.monotonic() + spec.ttl_s
         self._running: dict[bytes, Call] = {}
@@ -103,13 +103,17 @@ class Session:
         """Whether the key's time is over; what was recorded stays until the session is closed."""
         return time.monotonic() >= self._expires_at
 
-    def note_overrides(self, request: ChatRequest) -> None:
+    def reader(self, path: str) -> Reader:
+        """Return what reads the requests to one path; dialects spell a message differently."""
+        return self._readers[path]
+
+    def note_overrides(self, request: TurnRequest) -> None:
         """Count the sampling options that the agent asked for in vain; log each name once."""
-        for name in overridden(request.body, self.spec.sampling):
+        for name in overridden(request.asked.options, self.spec.sampling):
             counter = f"overridden_{name}"
             self.counters[counter] += 1
             if self.counters[counter] == 1:
-                asked = repr(request.body[name])[:80]
+                asked = repr(request.asked.options[name])[:80]
                 _LOG.warning(
                     "rollout %s: the agent asked for %s=%s; the recipe's stands",
                     self.spec.rollout_id,
@@ -121,7 +125,7 @@ class Session:
         """Note a fault that nobody foresaw: it is on our side, and must not count as the agent's."""
         self._sampler_failure = f"{type(error).__name__}: {error}"
 
-    def replayed_turn(self, request: ChatRequest) -> int | None:
+    def replayed_turn(self, request: TurnRequest) -> int | None:
         """Return the turn that answers a request which its client marked as sent before."""
         turn = self._turn_of_idempotency_key.get((request.idempotency_key, request.key))
         if turn is None and request.is_marked_retry:
@@ -130,7 +134,17 @@ class Session:
             self.counters["replayed"] += 1
         return turn
 
-    def join(self, request: ChatRequest) -> Call:
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Return the length of the prompt that would answer `request`, as the sampler would be given it.
+
+        Raises:
+            Refusal: 400 where the chat template refuses the messages.
+        """
+        at = self.tree.attach(request)
+        before = 0 if at.parent is None else self.tree.sequence_tokens(at.parent)
+        return before + (await self._encode(at, request)).size
+
+    def join(self, request: TurnRequest) -> Call:
         """Return the call that answers `request`: the running one for the same prompt, or a new one.
 
         The caller waits for `task` and then calls `leave`.
@@ -152,7 +166,7 @@ class Session:
         if call.num_waiting == 0 and call.task.cancel():
             self._forget(call, is_draw_free=True)
 
-    def deliver(self, turn: int, request: ChatRequest) -> None:
+    def deliver(self, turn: int, request: TurnRequest) -> None:
         """Note that a turn is being answered over an open connection."""
         self.tree.deliver(turn)
         if request.idempotency_key:
@@ -177,7 +191,7 @@ class Session:
             counters={**self.counters, "orphaned": orphaned},
         )
 
-    def _start(self, request: ChatRequest) -> Call:
+    def _start(self, request: TurnRequest) -> Call:
         budget = self.spec.max_turns
         if budget is not None and len(self.tree) + len(self._running) >= budget:
             raise turns_exhausted(budget)
@@ -200,7 +214,7 @@ class Session:
             if is_draw_free:
                 self._draws.give_back(call.draw)
 
-    async def _turn(self, request: ChatRequest, draw: int) -> int:
+    async def _turn(self, request: TurnRequest, draw: int) -> int:
         started_at = time.time()
         at = self.tree.attach(request)
         suffix_ids = await self._encode(at, request)
@@ -234,7 +248,7 @@ class Session:
         message = replace(parsed.message, tool_calls=calls)
         return Reply(message=message, canonical=canonical_reply(message))
 
-    async def _encode(self, at: Attachment, request: ChatRequest) -> TokenIds:
+    async def _encode(self, at: Attachment, request: TurnRequest) -> TokenIds:
         new = tuple(read.message for read in request.messages[at.num_matched :])
         num_chars = sum(len(message.content) for message in new)
         try:
@@ -244,7 +258,7 @@ class Session:
         except TemplateError as error:
             raise bad_request(f"the chat template refuses these messages: {error}", "messages") from error
 
-    def _render(self, at: Attachment, new: tuple[Message, ...], request: ChatRequest) -> TokenIds:
+    def _render(self, at: Attachment, new: tuple[Message, ...], request: TurnRequest) -> TokenIds:
         renderer = self._policy.renderer
         if at.parent is None:
             return renderer.render_prompt(new, request.tools.schemas)

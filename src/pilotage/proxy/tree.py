@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pilotage.proxy.canonical import CanonicalReply
-from pilotage.proxy.requests import ChatRequest
+from pilotage.proxy.requests import TurnRequest
 from pilotage.types import BranchCause, Message, Role, TokenIds, Trajectory, Turn
 
 type _Node = int | bytes
@@ -76,7 +76,7 @@ class SessionTree:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def attach(self, request: ChatRequest) -> Attachment:
+    def attach(self, request: TurnRequest) -> Attachment:
         """Return the deepest turn whose conversation `request` repeats, the newest among equals."""
         if self._continues_newest(request):
             return Attachment(parent=len(self._turns) - 1, num_matched=self._requests[-1].num_messages + 1)
@@ -109,7 +109,7 @@ class SessionTree:
         """Return the last id of the sequence that ends with `turn`."""
         return int(self._turns[turn].completion_ids[-1])
 
-    def record(self, turn: Turn, reply: Reply, request: ChatRequest, num_matched: int) -> int:
+    def record(self, turn: Turn, reply: Reply, request: TurnRequest, num_matched: int) -> int:
         """Add a turn with the cause of its branch, if it starts one; returns its index."""
         index = len(self._turns)
         node: _Node = request.tools.digest if turn.parent is None else turn.parent
@@ -139,7 +139,7 @@ class SessionTree:
         if not self._turns[index].is_delivered:
             self._turns[index] = replace(self._turns[index], is_delivered=True)
 
-    def newest_answer(self, request: ChatRequest) -> int | None:
+    def newest_answer(self, request: TurnRequest) -> int | None:
         """Return the newest turn that answered this very prompt, or None."""
         return self._newest_of_key.get(request.key)
 
@@ -163,7 +163,7 @@ class SessionTree:
         """Return everything recorded so far."""
         return Trajectory(turns=tuple(self._turns))
 
-    def _continues_newest(self, request: ChatRequest) -> bool:
+    def _continues_newest(self, request: TurnRequest) -> bool:
         """Decide the usual case with one comparison, where the walk would come to the same end.
 
         The newest turn has no children, so nothing is deeper, unless a sibling of the same edge has.
@@ -179,7 +179,7 @@ class SessionTree:
             and self._is_repeated(len(self._turns) - 1, sent)
         )
 
-    def _steps(self, node: _Node, start: int, request: ChatRequest) -> list[tuple[int, int]]:
+    def _steps(self, node: _Node, start: int, request: TurnRequest) -> list[tuple[int, int]]:
         """Return (turn, messages matched with it) for every turn one edge below `node`."""
         edges = self._edges.get(node)
         steps: list[tuple[int, int]] = []
@@ -206,7 +206,7 @@ class SessionTree:
             return (num_matched, False, -1)
         return (num_matched, self._turns[turn].is_delivered, turn)
 
-    def _branch_cause(self, node: _Node, span: bytes, request: ChatRequest) -> BranchCause | None:
+    def _branch_cause(self, node: _Node, span: bytes, request: TurnRequest) -> BranchCause | None:
         """Return why `request` starts a branch at `node`, or None where it extends a leaf."""
         edges = self._edges.get(node)
         if not self._turns or (edges is None and isinstance(node, int)):
@@ -219,20 +219,20 @@ class SessionTree:
             return BranchCause.TOOLS_CHANGED
         return self._cause_by_history(node, request)
 
-    def _is_new_conversation(self, request: ChatRequest) -> bool:
+    def _is_new_conversation(self, request: TurnRequest) -> bool:
         hint, opening = request.conversation_hint, _opening(request)
         if hint and all(known.conversation_hint != hint for known in self._requests):
             return True
         return not any(known.span.startswith(opening) for known in self._roots())
 
-    def _has_other_tools(self, tools_digest: bytes, request: ChatRequest) -> bool:
+    def _has_other_tools(self, tools_digest: bytes, request: TurnRequest) -> bool:
         opening = _opening(request)
         return all(known.node != tools_digest for known in self._roots() if known.span.startswith(opening))
 
     def _roots(self) -> Iterator[_Request]:
         return (known for known in self._requests if isinstance(known.node, bytes))
 
-    def _cause_by_history(self, node: _Node, request: ChatRequest) -> BranchCause:
+    def _cause_by_history(self, node: _Node, request: TurnRequest) -> BranchCause:
         """Compare with the newest turn below `node`: what differs first, and whether it got shorter."""
         if self._drops_reasoning(node, request):
             return BranchCause.REASONING_DROPPED
@@ -247,7 +247,7 @@ class SessionTree:
                 below.add(index)
         return max(index for index in below if isinstance(index, int))
 
-    def _drops_reasoning(self, node: _Node, request: ChatRequest) -> bool:
+    def _drops_reasoning(self, node: _Node, request: TurnRequest) -> bool:
         start = 0 if isinstance(node, bytes) else self._requests[node].num_messages + 1
         edges = self._edges.get(node, _Edges())
         for length in edges.num_messages:
@@ -258,7 +258,7 @@ class SessionTree:
         return False
 
 
-def _opening(request: ChatRequest) -> bytes:
+def _opening(request: TurnRequest) -> bytes:
     """Return the digests up to and with the first user message: what makes a conversation this one."""
     for index, read in enumerate(request.messages):
         if read.message.role is Role.USER:
