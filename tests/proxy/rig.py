@@ -93,7 +93,13 @@ class Connection:
     """
 
     def __init__(
-        self, proxy: ChatCompletionsProxy, key: str, body: Body, headers: dict[str, str] | None = None
+        self,
+        proxy: ChatCompletionsProxy,
+        key: str,
+        body: Body,
+        headers: dict[str, str] | None = None,
+        *,
+        path: str = "/v1/chat/completions",
     ) -> None:
         self.cut = asyncio.Event()
         self.sent: list[MutableMapping[str, Any]] = []
@@ -104,8 +110,8 @@ class Connection:
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": path,
+            "raw_path": path.encode(),
             "query_string": b"",
             "headers": [
                 (b"authorization", b"Bearer " + key.encode()),

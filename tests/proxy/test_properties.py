@@ -1,4 +1,4 @@
-"""Laws of the proxy, over random conversations of plain clients.
+"""Laws of the proxy, over random conversations of plain clients, in every dialect.
 
 Whatever an agent does to its history: the ids of a turn are those that the sampler returned, its context is
 what the sampler saw, each delivered token is trained once, and a history that only grew stores only what it
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.fakes import END, ScriptedSampler, WordRenderer
 from tests.proxy.rig import Body, Connection, schema, spec, system, tool, user
+from tests.proxy.tongues import TONGUES, Tongue, text_of
 
 from pilotage.algorithms import to_samples
 from pilotage.proxy import ChatCompletionsProxy
@@ -57,7 +58,8 @@ class Conversation:
 class World:
     """Plays one case, and keeps what it expects of the record."""
 
-    def __init__(self) -> None:
+    def __init__(self, tongue: Tongue) -> None:
+        self.tongue = tongue
         self.words = WordRenderer()
         self.sampler = ScriptedSampler(script=self.sample)
         self.proxy = ChatCompletionsProxy(self.sampler, self.words)
@@ -86,13 +88,13 @@ class World:
     def connect(self, headers: dict[str, str] | None = None) -> Connection:
         """Return a request for the current history, not yet sent."""
         hint = {"prompt_cache_key": self.now.hint} if self.now.hint else {}
-        body = {"messages": self.now.messages, "tools": self.now.tools, **hint}
-        return Connection(self.proxy, self.access.api_key, body, headers)
+        body = self.tongue.body(self.now.messages, self.now.tools) | hint
+        return Connection(self.proxy, self.access.api_key, body, headers, path=self.tongue.path)
 
     def deliver(self, answer: Body) -> Body:
         """Note which turn an answer came from; returns its message."""
         self.delivered.add(int(answer["id"].rsplit("-", 1)[1]))
-        return answer["choices"][0]["message"]
+        return self.tongue.message(answer)
 
     async def ask(self, *, keeps_reply: bool = True) -> None:
         """Send the current history; take the reply, and what the agent answers to it, into the history."""
@@ -119,9 +121,7 @@ class World:
 
 def plain(body: Body) -> Message:
     """Return what the renderer gets to see of a user or tool message."""
-    content = body["content"]
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    return Message(role=Role(body["role"]), content=text)
+    return Message(role=Role(body["role"]), content=text_of(body))
 
 
 def respelled(messages: list[Body], detail: int, first_sampled: int) -> list[Body]:
@@ -384,15 +384,15 @@ def check_credit(record: SessionRecord) -> None:
         assert any(tokens[: len(seen)] == seen for tokens in replayed)
 
 
-async def play(case: Case) -> None:
+async def play(case: Case, tongue: Tongue) -> None:
     """Play one case and check its laws."""
-    world = World()
+    world = World(tongue)
     for name, world.detail in case:
         await OPERATIONS[name](world)
     check(world, await world.proxy.close(world.access))
 
 
-def check_cases(count: int) -> None:
+def check_cases(count: int, tongue: Tongue) -> None:
     """Play `count` random cases on one event loop."""
     steps = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 8 * len(REPLIES) - 1))
     with asyncio.Runner() as runner:
@@ -402,23 +402,32 @@ def check_cases(count: int) -> None:
         )
         @given(st.lists(steps, min_size=1, max_size=8))
         def run(case: Case) -> None:
-            runner.run(play(case))
+            runner.run(play(case, tongue))
 
         run()
 
 
-def test_500_random_conversations_are_recorded_token_by_token() -> None:
-    check_cases(500)
+every_tongue = pytest.mark.parametrize("tongue", TONGUES.values(), ids=TONGUES)
 
 
+@every_tongue
+def test_500_random_conversations_are_recorded_token_by_token(tongue: Tongue) -> None:
+    check_cases(500, tongue)
+
+
+@every_tongue
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_10000_random_conversations_are_recorded_token_by_token() -> None:
-    check_cases(10_000)
+def test_10000_random_conversations_are_recorded_token_by_token(tongue: Tongue) -> None:
+    check_cases(10_000, tongue)
 
 
+@every_tongue
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_every_operation_holds_the_laws_on_its_own_and_before_and_after_growth(name: str) -> None:
+def test_every_operation_holds_the_laws_on_its_own_and_before_and_after_growth(
+    name: str, tongue: Tongue
+) -> None:
     for detail in range(2 * len(REPLIES)):
-        asyncio.run(play([(name, detail)]))
-        asyncio.run(play([("grow", detail), (name, detail + 1), ("grow", 0), (name, detail)]))
+        asyncio.run(play([(name, detail)], tongue))
+        case = [("grow", detail), (name, detail + 1), ("grow", 0), (name, detail)]
+        asyncio.run(play(case, tongue))
