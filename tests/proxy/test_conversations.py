@@ -71,6 +71,28 @@ async def test_arguments_match_in_any_spelling_of_the_same_json(arguments: str) 
         assert [turn.parent for turn in (await it.close()).trajectory.turns] == [None, 0]
 
 
+@pytest.mark.parametrize(
+    ("sampled", "sent", "is_same"),
+    [
+        ('{"n": 1.0}', '{"n": 1}', True),  # JSON.stringify(JSON.parse(...))
+        ('{"n": [1, -2.0, 1e3]}', '{"n": [1, -2, 1000]}', True),
+        ('{"n": 1.5}', '{"n": 1}', False),
+        ('{"n": 1.0}', '{"n": true}', False),
+        ('{"n": 1.0}', '{"n": "1"}', False),
+        ('{"n": 1.0}', '{"n": 1', False),
+    ],
+)
+async def test_a_float_that_comes_back_as_the_integer_it_is_is_the_same_number(
+    sampled: str, sent: str, is_same: bool
+) -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=[words.reply("", ("ls", sampled)), words.reply("ok")]) as it:
+        reply = await it.ask([user("go")])
+        reply["tool_calls"][0]["function"]["arguments"] = sent
+        await it.ask([user("go"), reply, tool(reply["tool_calls"][0], "x")])
+        assert [turn.parent for turn in (await it.close()).trajectory.turns] == [None, 0 if is_same else None]
+
+
 async def test_text_parts_and_the_name_on_tool_messages_do_not_matter() -> None:
     words = WordRenderer()
     script = [words.reply("", ("ls", "{}")), words.reply("one"), words.reply("two")]

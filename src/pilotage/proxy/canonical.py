@@ -19,6 +19,8 @@ from pilotage.types import Message, Role
 DIGEST_BYTES = 16
 _MALFORMED_PLACEHOLDER = "_openhands_malformed_tool_call"
 _RAW = "raw:"
+_MAX_SAFE_INTEGER = 2**53 - 1
+"""JavaScript's: up to it a float is the integer that it looks like."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class CanonicalReply:
         """Return whether `sent` has this reply's content and calls, whatever its reasoning.
 
         A call whose arguments were no JSON also comes back as OpenHands' placeholder, which keeps
-        nothing of the text.
+        nothing of the text. Agents in JavaScript send 1.0 back as 1: to them it is one number.
         """
         return (
             self.content == sent.content
@@ -131,7 +133,19 @@ def _is_same_call(recorded: CanonicalCall, sent: CanonicalCall) -> bool:
         return False
     if recorded.arguments == sent.arguments:
         return True
-    return recorded.is_malformed and _is_placeholder(sent.arguments)
+    if recorded.is_malformed:
+        return _is_placeholder(sent.arguments)
+    return not sent.is_malformed and _in_whole_numbers(recorded) == _in_whole_numbers(sent)
+
+
+def _in_whole_numbers(call: CanonicalCall) -> str:
+    """Return the arguments with every float that is an integer spelled as one; true stays apart from 1."""
+    return json.dumps(json.loads(call.arguments, parse_float=_whole), sort_keys=True)
+
+
+def _whole(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= _MAX_SAFE_INTEGER else value
 
 
 def _is_placeholder(arguments: str) -> bool:
