@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pilotage.rollouts.host_environment import HostEnvironment
+    from pilotage.rollouts.mini_swe_agent import MiniSweHarborAgent
     from pilotage.rollouts.openhands_agent import OpenHandsHarborAgent
     from pilotage.rollouts.register import SweepReport, sweep
     from pilotage.rollouts.rewards import read_reward
@@ -24,6 +25,7 @@ __all__ = [
     "EnvironmentChoice",
     "HarborRunner",
     "HostEnvironment",
+    "MiniSweHarborAgent",
     "OpenHandsHarborAgent",
     "RunnerSettings",
     "SweepReport",
@@ -37,6 +39,7 @@ _HOMES = {
     "EnvironmentChoice": "trial",
     "HarborRunner": "runner",
     "HostEnvironment": "host_environment",
+    "MiniSweHarborAgent": "mini_swe_agent",
     "OpenHandsHarborAgent": "openhands_agent",
     "RunnerSettings": "runner",
     "SweepReport": "register",

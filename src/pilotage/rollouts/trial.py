@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from harbor.models.trial.result import TimingInfo, TrialResult
 
 OPENHANDS_AGENT = "pilotage.rollouts:OpenHandsHarborAgent"
+MINI_SWE_AGENT = "pilotage.rollouts:MiniSweHarborAgent"
 HOST_ENVIRONMENT = "pilotage.rollouts:HostEnvironment"
+
+_OUR_AGENTS = (OPENHANDS_AGENT, MINI_SWE_AGENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
     model = f"openai/{spec.access.model}"
     if ":" in spec.agent.name:
         endpoint = {"base_url": spec.access.base_url, "api_key_variable": key_variable}
-        budget = {"max_turns": spec.max_turns} if spec.agent.name == OPENHANDS_AGENT else {}
+        budget = {"max_turns": spec.max_turns} if spec.agent.name in _OUR_AGENTS else {}
         return AgentConfig(
             import_path=spec.agent.name,
             model_name=model,
