@@ -1,6 +1,7 @@
 """Agents that are not ours: whole Harbor trials through the proxy, each recorded token by token."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from tests.fakes import SamplerCall, ScriptedSampler
 from tests.rollouts.rig import Turn, policy, request_for, write_task
 
 from pilotage.algorithms import to_samples
+from pilotage.rollouts.routes import Route
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
-from pilotage.rollouts.trial import MINI_SWE_AGENT, AgentChoice, Deadlines
+from pilotage.rollouts.trial import MINI_SWE_AGENT, AgentChoice, Deadlines, EnvironmentChoice
 from pilotage.types import Outcome, Rollout, Task
 
 pytestmark = pytest.mark.agents
@@ -98,3 +100,15 @@ async def test_mini_swe_agent_leaves_when_its_time_is_over(task: Task) -> None:
     sleep: Turn = ("bash", {"command": "sleep 40"})
     rollout, _ = await run(task, agent, sleep, sleep, deadlines=Deadlines(agent_s=4.0))
     assert (rollout.outcome, rollout.timings_s["total"] < 20) == (Outcome.AGENT_TIMEOUT, True)
+
+
+async def test_openhands_sdk_inside_the_sandbox_through_a_relay(task: Task) -> None:
+    agent = AgentChoice(
+        name="openhands-sdk",
+        options={"version": "1.58.2", "max_iterations": 8, "load_skills": False},
+        route=Route.RELAY,
+    )
+    inside = EnvironmentChoice(options={"shown_directories": {"/opt/openhands-sdk-venv": sys.prefix}})
+    finish: Turn = ("finish", {"message": "done"})
+    rollout, calls = await run(task, agent, LOOK, HAND_IN, finish, environment=inside)
+    check(rollout, calls, turns=3)

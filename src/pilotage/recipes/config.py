@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
 from pilotage.recipes.reference import changes
+from pilotage.rollouts.routes import Route
 
 
 class _Section(BaseModel):
@@ -52,6 +53,8 @@ class RolloutSettings(_Section):
     """`openhands`, `module:Class`, or the name of one of Harbor's agents."""
     agent_options: dict[str, Any] = Field(default_factory=dict)
     """For agents other than `openhands`."""
+    agent_route: Route = Route.DRIVER
+    """`driver`; for an agent that runs inside the environment, `relay`, or `address` on a shared network."""
     tools: tuple[str, ...] = ("terminal", "localization_finish")
     """Of the `openhands` agent, in the order in which it offers them."""
     system_prompt_file: Path | None = None

@@ -38,11 +38,11 @@ class Stack:
 
 def _agent(settings: RolloutSettings) -> AgentChoice:
     if settings.agent != "openhands":
-        return AgentChoice(name=settings.agent, options=settings.agent_options)
+        return AgentChoice(name=settings.agent, options=settings.agent_options, route=settings.agent_route)
     options: dict[str, Any] = {"tools": list(settings.tools), "skills": [str(p) for p in settings.skills]}
     if settings.system_prompt_file is not None:
         options["system_prompt_file"] = str(settings.system_prompt_file)
-    return AgentChoice(name=OPENHANDS_AGENT, options=options)
+    return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route)
 
 
 def _environment(settings: RolloutSettings) -> EnvironmentChoice:

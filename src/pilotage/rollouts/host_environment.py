@@ -9,9 +9,10 @@ import asyncio
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, override
 
 from harbor.environments.base import BaseEnvironment, ExecResult
@@ -63,6 +64,7 @@ class HostEnvironment(BaseEnvironment):
         unsandboxed: bool = False,
         register_directory: str | None = None,
         withheld_variables: Sequence[str] = (),
+        shown_directories: Mapping[str, str] = MappingProxyType({}),
         **harbor: Any,
     ) -> None:
         """Take Harbor's arguments, and as `--environment-kwarg` options:
@@ -70,17 +72,24 @@ class HostEnvironment(BaseEnvironment):
         unsandboxed: run commands as plain processes of this user, without any protection.
         register_directory: where sandboxes are registered for the sweep; default: private to this user.
         withheld_variables: names that an agent's environment may hold but its commands must not see.
+        shown_directories: directory inside -> directory of this machine that is seen there, read-only: for
+            agents that would otherwise install themselves over a network which a sandbox has not.
 
         Raises:
-            ConfigError: bubblewrap is missing or not allowed, or an option is unknown.
+            ConfigError: bubblewrap is missing or not allowed, an option is unknown, or a directory to show is
+                missing, or cannot be shown because there is no sandbox.
         """
         known = inspect.signature(BaseEnvironment.__init__).parameters
         if unknown := sorted(set(harbor) - set(known)):
-            raise ConfigError(f"HostEnvironment has no option {', '.join(unknown)}; it has: unsandboxed")
+            raise ConfigError(
+                f"HostEnvironment has no option {', '.join(unknown)}; it has: unsandboxed, shown_directories"
+            )
         super().__init__(*args, **harbor)
         if not unsandboxed:
             check_programs()
         self._withheld = frozenset(withheld_variables)
+        _check_shown(shown_directories, unsandboxed)
+        self._shown = shown_directories
         self._sandbox = self._make_sandbox(unsandboxed, register_directory)
 
     def _make_sandbox(self, unsandboxed: bool, register_directory: str | None) -> _Sandbox:
@@ -94,7 +103,11 @@ class HostEnvironment(BaseEnvironment):
             storage_mb=self._effective_storage_mb or defaults.storage_mb,
         )
         return BubblewrapSandbox(
-            register=register, limits=limits, directories=directories, has_network=self._asks_for_network
+            register=register,
+            limits=limits,
+            directories=directories,
+            has_network=self._asks_for_network,
+            shown=self._shown,
         )
 
     @property
@@ -191,6 +204,14 @@ class HostEnvironment(BaseEnvironment):
     @override
     async def is_dir(self, path: str, user: str | int | None = None) -> bool:
         return transfer.is_directory(self._sandbox.root, path)
+
+
+def _check_shown(shown: Mapping[str, str], unsandboxed: bool) -> None:
+    if shown and unsandboxed:
+        raise ConfigError("shown_directories needs the sandbox: leave out unsandboxed, or the directories")
+    for inside, here in shown.items():
+        if not Path(inside).is_absolute() or not Path(here).is_dir():
+            raise ConfigError(f"shown_directories: {inside} must be absolute, and {here} a directory here")
 
 
 async def _in_thread[T](function: Callable[[], T]) -> T:

@@ -10,7 +10,9 @@ from pilotage.localization import Submission, submission_fault
 from pilotage.rollouts.report import AgentFacts, StopReason, TrialFault, TrialPhase, TrialReport
 from pilotage.types import FinishReason, Outcome, RolloutFailure, SessionRecord
 
-_ENVIRONMENT_KINDS = frozenset({"SandboxError", "EnvironmentLostError", "EnvironmentStartTimeoutError"})
+_ENVIRONMENT_KINDS = frozenset(
+    {"SandboxError", "EnvironmentLostError", "EnvironmentStartTimeoutError", "RouteError"}
+)
 """Exceptions that mean the environment failed, whatever the trial was doing."""
 _REWARD_KINDS = frozenset({"RewardFileNotFoundError", "RewardFileEmptyError", "VerifierOutputParseError"})
 _BUDGET_REFUSAL = "refused_turn_budget_exhausted"

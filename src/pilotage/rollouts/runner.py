@@ -15,7 +15,9 @@ from pilotage.rollouts.environments import check_environment
 from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
+from pilotage.rollouts.routes import Route, check_route
 from pilotage.rollouts.trial import (
+    OUR_AGENTS,
     AgentChoice,
     Deadlines,
     EnvironmentChoice,
@@ -72,12 +74,15 @@ class HarborRunner:
         self._workers = TrialWorkers(settings.workers) if settings.workers else None
 
     async def __aenter__(self) -> Self:
-        """Clear what dead drivers left, check the sandbox, and start the workers.
+        """Clear what dead drivers left, check the sandbox and the agent's route, and start the workers.
 
         Raises:
-            ConfigError: the environment cannot be used here.
+            ConfigError: the environment cannot be used here, or the agent cannot reach the proxy as it is set.
         """
         await asyncio.to_thread(sweep)
+        agent = self._settings.agent
+        if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
+            await asyncio.to_thread(check_route, agent.name, agent.route)
         await asyncio.to_thread(check_environment, self._settings.environment)
         if self._workers is not None:
             await self._workers.start()

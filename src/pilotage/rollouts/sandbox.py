@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from pilotage.errors import ConfigError, PilotageError
 from pilotage.processes import ProcessIdentity, identify, is_running, kill, wait_until_gone
@@ -195,7 +196,12 @@ def _etc_directory(register_directory: Path) -> Path:
 
 
 def holder_arguments(
-    *, etc: Path, limits: SandboxLimits, directories: Sequence[str], has_network: bool
+    *,
+    etc: Path,
+    limits: SandboxLimits,
+    directories: Sequence[str],
+    has_network: bool,
+    shown: Mapping[str, str],
 ) -> list[str]:
     """Return the arguments of bubblewrap, without the descriptor for its report and the command."""
     arguments = _namespace_arguments(has_network=has_network)
@@ -216,6 +222,8 @@ def holder_arguments(
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for directory in directories:
         arguments += ["--dir", directory]
+    for inside, here in shown.items():
+        arguments += ["--ro-bind", here, inside]
     return arguments
 
 
@@ -229,7 +237,15 @@ class BubblewrapSandbox:
         limits: SandboxLimits,
         directories: Sequence[str],
         has_network: bool,
+        shown: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """Make a sandbox that is not started.
+
+        Args:
+            directories: made inside, empty.
+            shown: directory inside -> directory of this machine that is seen there, read-only.
+        """
+        self._shown = shown
         self._register = register
         self._limits = limits
         self._directories = directories
@@ -272,6 +288,7 @@ class BubblewrapSandbox:
                 limits=self._limits,
                 directories=self._directories,
                 has_network=self._has_network,
+                shown=self._shown,
             ),
             *("--info-fd", str(info_fd), "--as-pid-1", "--", "bash", "-c", _HOLDER_PROGRAM),
             stdin=asyncio.subprocess.PIPE,

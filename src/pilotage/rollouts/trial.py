@@ -6,6 +6,7 @@ unless asked to keep it, no trial directory.
 """
 
 import asyncio
+import contextlib
 import os
 import time
 import traceback
@@ -18,18 +19,22 @@ from pilotage.errors import RewardError
 from pilotage.rollouts.register import Holding, Register, current_process, remove_tree
 from pilotage.rollouts.report import AgentFacts, TrialFault, TrialPhase, TrialReport
 from pilotage.rollouts.rewards import read_reward
+from pilotage.rollouts.routes import Route, relay_port
 from pilotage.rollouts.third_party import prepare
 from pilotage.types import SessionAccess
 
 if TYPE_CHECKING:
     from harbor.models.trial.config import AgentConfig, TrialConfig
     from harbor.models.trial.result import TimingInfo, TrialResult
+    from harbor.trial.trial import Trial
 
 OPENHANDS_AGENT = "pilotage.rollouts:OpenHandsHarborAgent"
 MINI_SWE_AGENT = "pilotage.rollouts:MiniSweHarborAgent"
 HOST_ENVIRONMENT = "pilotage.rollouts:HostEnvironment"
 
-_OUR_AGENTS = (OPENHANDS_AGENT, MINI_SWE_AGENT)
+_KEY_VARIABLES = {"openai": ("OPENAI_API_KEY", "LLM_API_KEY"), "anthropic": ("ANTHROPIC_API_KEY",)}
+"""Where Harbor's agents look for the key of a provider."""
+OUR_AGENTS = (OPENHANDS_AGENT, MINI_SWE_AGENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,8 @@ class AgentChoice:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Passed to the agent's constructor. A `module:Class` agent also gets `base_url`, `api_key_variable`
     (the environment variable that holds the key) and, if it is ours, `max_turns`."""
+    route: Route = Route.DRIVER
+    """How it reaches the proxy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +137,28 @@ async def _run_harbor(spec: TrialSpec, key_variable: str) -> "TrialResult":
     from harbor.trial.trial import Trial
 
     trial = await Trial.create(_trial_config(spec, key_variable))
-    return await trial.run()
+    if spec.agent.route is not Route.RELAY:
+        return await trial.run()
+    async with contextlib.AsyncExitStack() as stack:
+        _relay_calls(trial, spec, stack)
+        return await trial.run()
+
+
+def _relay_calls(trial: "Trial", spec: TrialSpec, stack: contextlib.AsyncExitStack) -> None:
+    """Keep a relay in the trial's environment while its agent runs; `stack` closes it whatever happens."""
+    from harbor.trial.hooks import TrialEvent
+
+    from pilotage.rollouts.relay import Relay
+
+    async def open_relay(event: object) -> None:
+        relay = Relay(trial.agent_environment, base_url=spec.access.base_url, port=relay_port(spec.name))
+        await stack.enter_async_context(relay)
+
+    async def close_relay(event: object) -> None:
+        await stack.aclose()
+
+    trial.add_hook(TrialEvent.AGENT_START, open_relay)
+    trial.add_hook(TrialEvent.AGENT_END, close_relay)
 
 
 def _trial_config(spec: TrialSpec, key_variable: str) -> "TrialConfig":
@@ -163,12 +191,13 @@ def _trial_config(spec: TrialSpec, key_variable: str) -> "TrialConfig":
 
 def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
     from harbor.agents.factory import AgentFactory
+    from harbor.models.model_api_format import ModelApiFormat
     from harbor.models.trial.config import AgentConfig
 
     model = f"openai/{spec.access.model}"
     if ":" in spec.agent.name:
-        endpoint = {"base_url": spec.access.base_url, "api_key_variable": key_variable}
-        budget = {"max_turns": spec.max_turns} if spec.agent.name in _OUR_AGENTS else {}
+        endpoint = {"base_url": _base_url(spec), "api_key_variable": key_variable}
+        budget = {"max_turns": spec.max_turns} if spec.agent.name in OUR_AGENTS else {}
         return AgentConfig(
             import_path=spec.agent.name,
             model_name=model,
@@ -180,12 +209,29 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
         override_timeout_sec=spec.deadlines.agent_s,
         kwargs=dict(spec.agent.options),
     )
-    if AgentFactory.get_agent_class_from_config(config).MODEL_CONNECTION is None:
+    connection = AgentFactory.get_agent_class_from_config(config).MODEL_CONNECTION
+    if connection is None:
         return config  # oracle and nop: they call no model
-    endpoint_env = {"OPENAI_API_KEY": spec.access.api_key, "LLM_API_KEY": spec.access.api_key}
+    speaks_anthropic = ModelApiFormat.ANTHROPIC_MESSAGES in connection.supported_api_formats
+    speaks_openai = not connection.supported_api_formats or {*connection.supported_api_formats} & {
+        ModelApiFormat.OPENAI_CHAT_COMPLETIONS,
+        ModelApiFormat.OPENAI_RESPONSES,
+    }
+    provider = "anthropic" if speaks_anthropic and not speaks_openai else "openai"
     return config.model_copy(
-        update={"model_name": model, "base_url": spec.access.base_url, "env": endpoint_env}
+        update={
+            "model_name": f"{provider}/{spec.access.model}",
+            "base_url": _base_url(spec),
+            "env": dict.fromkeys(_KEY_VARIABLES[provider], spec.access.api_key),
+        }
     )
+
+
+def _base_url(spec: TrialSpec) -> str:
+    """Return where the agent finds the proxy."""
+    if spec.agent.route is Route.RELAY:
+        return f"http://127.0.0.1:{relay_port(spec.name)}/v1"
+    return spec.access.base_url
 
 
 def _report(result: "TrialResult", spec: TrialSpec) -> TrialReport:
