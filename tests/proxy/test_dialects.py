@@ -20,8 +20,8 @@ MESSAGES_FAULTS: list[tuple[Body, str]] = [
     ({"messages": {}}, "messages must be a list or null, got dict"),
     ({"messages": ["hi"]}, "messages[0] must be an object"),
     (
-        {"messages": [{"role": "system", "content": "x"}]},
-        "messages[0].role must be 'user' or 'assistant', got 'system'",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "messages[0].role must be 'user', 'assistant' or 'system', got 'tool'",
     ),
     (
         {"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -273,6 +273,19 @@ async def test_results_and_text_of_one_user_message_are_messages_of_their_own() 
         *[TOOL, *words.encode("one"), END],
         *[TOOL, END],
         *[USER, *words.encode("go\non"), END, ASSISTANT],
+    ]
+
+
+async def test_a_system_message_in_the_middle_stays_where_it_is() -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=[words.reply("ok")]) as it:
+        reminder = {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
+        await post(it, "/messages", {"system": "one", "messages": [GO, reminder]})
+        [turn] = (await it.close()).trajectory.turns
+    assert turn.context_ids.tolist() == [
+        *[SYSTEM, *words.encode("one"), END],
+        *[USER, *words.encode("go"), END],
+        *[SYSTEM, *words.encode("be brief"), END, ASSISTANT],
     ]
 
 

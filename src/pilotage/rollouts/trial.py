@@ -221,7 +221,8 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
     return config.model_copy(
         update={
             "model_name": f"{provider}/{spec.access.model}",
-            "base_url": _base_url(spec),
+            # Clients of Messages append /v1 themselves.
+            "base_url": _base_url(spec).removesuffix("/v1" if provider == "anthropic" else ""),
             "env": dict.fromkeys(_KEY_VARIABLES[provider], spec.access.api_key),
         }
     )

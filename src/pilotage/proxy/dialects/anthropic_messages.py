@@ -133,10 +133,11 @@ def _read_part(part: _Part, at: int) -> Iterable[Message]:
         return (Message(role=Role.SYSTEM, content=text),)
     message = as_object(sent, where)
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise bad_request(f"{where}.role must be 'user' or 'assistant', got {role!r}", where)
-    if isinstance(content, str):
-        return (Message(role=Role(role), content=content),)
+    if role not in ("user", "assistant", "system"):
+        raise bad_request(f"{where}.role must be 'user', 'assistant' or 'system', got {role!r}", where)
+    if isinstance(content, str) or role == "system":
+        text = joined_text(content, f"{where}.content", kinds=_TEXT_BLOCKS, separator=_SEPARATOR)
+        return (Message(role=Role(role), content=text),)
     blocks = [
         (as_object(block, f"{where}.content[{i}]"), f"{where}.content[{i}]")
         for i, block in enumerate(as_list(content, f"{where}.content"))
