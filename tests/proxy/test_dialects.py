@@ -9,7 +9,7 @@ import pytest
 from tests.fakes import ASSISTANT, END, SYSTEM, TOOL, USER, ScriptedSampler, WordRenderer
 from tests.proxy.rig import Body, Rig, rig, spec
 
-from pilotage.proxy import ChatCompletionsProxy
+from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.types import SamplingParams
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -349,6 +349,15 @@ async def test_a_response_repeats_what_the_recipe_samples_with_and_what_was_offe
         response = (await post(it, "/responses", body)).json()
     assert (response["temperature"], response["max_output_tokens"]) == (0.7, 50)
     assert (response["tools"], response["metadata"]) == (tools, {"a": "b"})
+
+
+async def test_a_request_for_a_websocket_is_sent_to_http() -> None:
+    proxy = ChatCompletionsProxy(ScriptedSampler(script=iter([])), WordRenderer())
+    async with serve(proxy) as base_url, httpx.AsyncClient() as client:
+        upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        upgrade |= {"sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA=="}
+        assert (await client.get(f"{base_url}/responses", headers=upgrade)).status_code == 426
+        assert (await client.get(f"{base_url}/responses")).status_code == 405
 
 
 async def test_one_session_may_speak_every_dialect_in_one_conversation() -> None:

@@ -12,6 +12,7 @@ import anthropic
 import openai
 from harbor.agents.agent_auth_resolution import ResolvedModelConnection
 from harbor.agents.base import BaseAgent
+from harbor.agents.installed.base import BaseInstalledAgent
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 
@@ -124,3 +125,34 @@ def _object(arguments: str) -> Body:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+class InsideShell(BaseInstalledAgent):
+    """Runs one command in the environment, with the model's address and key in its variables."""
+
+    def __init__(self, *args: Any, base_url: str, api_key_variable: str, command: str, **harbor: Any) -> None:
+        super().__init__(*args, **harbor)
+        self.command = command
+        self.variables = {"URL": base_url, "KEY": os.environ[api_key_variable]}
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "inside-shell"
+
+    @classmethod
+    @override
+    def resolve_model_connection_config(cls, *args: Any, **kwargs: Any) -> ResolvedModelConnection:
+        return ResolvedModelConnection(can_configure_base_url=True)
+
+    @override
+    async def install(self, environment: BaseEnvironment) -> None:
+        """Nothing to install."""
+
+    @override
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        await self.exec_as_agent(environment, self.command, env=self.variables)
+
+    @override
+    def populate_context_post_run(self, context: AgentContext) -> None:
+        """It says nothing of itself."""

@@ -1,6 +1,7 @@
 """Agents that are not ours: whole Harbor trials through the proxy, each recorded token by token."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ async def test_mini_swe_agent_leaves_when_its_time_is_over(task: Task) -> None:
     assert (rollout.outcome, rollout.timings_s["total"] < 20) == (Outcome.AGENT_TIMEOUT, True)
 
 
+@pytest.mark.slow
 async def test_openhands_sdk_inside_the_sandbox_through_a_relay(task: Task) -> None:
     agent = AgentChoice(
         name="openhands-sdk",
@@ -112,3 +114,37 @@ async def test_openhands_sdk_inside_the_sandbox_through_a_relay(task: Task) -> N
     finish: Turn = ("finish", {"message": "done"})
     rollout, calls = await run(task, agent, LOOK, HAND_IN, finish, environment=inside)
     check(rollout, calls, turns=3)
+
+
+def program(name: str, directory: Path) -> EnvironmentChoice:
+    """Return a sandbox that shows the native program `name` of this machine, or skip the test."""
+    found = shutil.which(name)
+    if found is None or Path(found).read_bytes()[:4] != b"\x7fELF":
+        pytest.skip(f"needs the native program {name} on PATH")
+    directory.mkdir()
+    shutil.copy(Path(found).resolve(), directory / name)
+    return EnvironmentChoice(options={"shown_directories": {"/usr/local/bin": str(directory)}})
+
+
+LARGE = "memory_mb = 200000\n"
+"""Address space: the run times of these programs reserve far more than they use."""
+
+
+async def test_claude_code_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
+    inside = program("claude", tmp_path / "bin")
+    look: Turn = ("Bash", {"command": "ls pkg", "description": "look"})
+    solve: Turn = ("Bash", {"command": SOLVE, "description": "solve"})
+    task = write_task(tmp_path / "tasks", environment_toml=LARGE)
+    agent = AgentChoice(name="claude-code", route=Route.RELAY)
+    check(*await run(task, agent, look, solve, "I am done.", environment=inside), turns=3)
+
+
+async def test_codex_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
+    inside = program("codex", tmp_path / "bin")
+    # Both would offer tools that only OpenAI's own service runs.
+    config = {"web_search": "disabled", "features": {"multi_agent": False}}
+    task = write_task(tmp_path / "tasks", environment_toml=LARGE)
+    agent = AgentChoice(name="codex", options={"config": config}, route=Route.RELAY)
+    look: Turn = ("exec_command", {"cmd": "ls pkg"})
+    solve: Turn = ("exec_command", {"cmd": SOLVE})
+    check(*await run(task, agent, look, solve, "I am done.", environment=inside), turns=3)

@@ -103,6 +103,7 @@ class ChatCompletionsProxy:
 
     def _routes(self, dialect: Dialect) -> Iterator[Route]:
         yield Route(dialect.path, partial(self._serve, dialect, self._complete), methods=["POST"])
+        yield Route(dialect.path, _no_socket, methods=["GET"])
         if dialect.count_path is not None:
             yield Route(dialect.count_path, partial(self._serve, dialect, self._count), methods=["POST"])
 
@@ -227,6 +228,11 @@ async def _read_body(request: Request) -> bytes:
 async def _stream(events: Iterator[bytes]) -> AsyncIterator[bytes]:
     for part in events:
         yield part
+
+
+async def _no_socket(request: Request) -> Response:
+    """Refuse a WebSocket with the status that sends Codex to HTTP at once, not after seven attempts."""
+    return Response(status_code=426 if "upgrade" in request.headers else 405, headers={"allow": "POST"})
 
 
 async def _health(request: Request) -> Response:

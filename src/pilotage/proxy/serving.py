@@ -26,6 +26,7 @@ async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int 
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",  # a request for a WebSocket is the app's to refuse
         timeout_keep_alive=75,  # longer than clients keep idle connections
         timeout_graceful_shutdown=_STOP_S,
     )

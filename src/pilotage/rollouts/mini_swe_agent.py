@@ -204,22 +204,19 @@ class MiniSweHarborAgent(BaseAgent):
         from minisweagent.agents.default import DefaultAgent
         from minisweagent.models.litellm_model import LitellmModel
 
-        kwargs = {
-            **config["model"].get("model_kwargs", {}),
-            "api_base": self._chosen.base_url,
-            "api_key": self._api_key,
-            "timeout": self._chosen.request_timeout_s,
+        settings: dict[str, Any] = {
+            **config["model"],
+            "model_name": self.model_name or "openai/policy",
+            "model_kwargs": {
+                **config["model"].get("model_kwargs", {}),
+                "api_base": self._chosen.base_url,
+                "api_key": self._api_key,
+                "timeout": self._chosen.request_timeout_s,
+            },
+            "cost_tracking": "ignore_errors",
         }
-        model = LitellmModel(
-            **{
-                **config["model"],
-                "model_name": self.model_name or "openai/policy",
-                "model_kwargs": kwargs,
-                "cost_tracking": "ignore_errors",
-            }
-        )
-        budget = {"step_limit": self._chosen.max_turns, "cost_limit": 0.0}
-        agent = DefaultAgent(model, cast(Any, shell), **{**config["agent"], **budget})
+        limits: dict[str, Any] = {"step_limit": self._chosen.max_turns, "cost_limit": 0.0}
+        agent = DefaultAgent(LitellmModel(**settings), cast(Any, shell), **{**config["agent"], **limits})
         try:
             status = str(agent.run(instruction).get("exit_status", ""))
             error = ""

@@ -51,7 +51,6 @@ class Relay:
         self._origin = f"{url.scheme}://{url.netloc}"
         self._client = httpx.AsyncClient(timeout=_REQUEST_TIMEOUT_S, trust_env=False)
         self._pump: asyncio.Task[None] | None = None
-        self._requests: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         """Start both ends and ask the proxy for its health from inside.
@@ -80,25 +79,32 @@ class Relay:
         await self.close()
 
     async def close(self) -> None:
-        """Stop both ends; may be called more than once."""
-        tasks = [task for task in (self._pump, *self._requests.values()) if task is not None]
-        self._pump = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        """Stop both ends; may be called more than once.
+
+        Raises:
+            RouteError: the relay broke while the agent ran.
+        """
+        pump, self._pump = self._pump, None
+        if pump is not None:
+            pump.cancel()
+            [ended] = await asyncio.gather(pump, return_exceptions=True)
+            await self._client.aclose()
+            if isinstance(ended, Exception):
+                raise RouteError(f"the relay broke while the agent ran: {_reason(ended)}") from ended
 
     async def _carry(self) -> None:
         """Look for work for ever: each request is a task, and one whose client left is cancelled."""
         look = f"python3 {_PROGRAM} next {_DIRECTORY}/work {_WAIT_S}"
-        while True:
-            for line in (await self._run(look)).split("\n"):
-                kind, _, key = line.strip().partition(" ")
-                if kind == "request":
-                    self._requests[key] = asyncio.create_task(self._forward(key))
-                    self._requests[key].add_done_callback(lambda _, key=key: self._requests.pop(key, None))
-                elif kind == "gone" and key in self._requests:
-                    self._requests[key].cancel()
+        running: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for line in (await self._run(look)).splitlines():
+                    kind, _, key = line.partition(" ")
+                    if kind == "request":
+                        running[key] = group.create_task(self._forward(key))
+                        running[key].add_done_callback(lambda _, key=key: running.pop(key, None))
+                    elif kind == "gone" and key in running:
+                        running[key].cancel()
 
     async def _forward(self, key: str) -> None:
         path = f"{_DIRECTORY}/work/{key}"
@@ -132,3 +138,10 @@ class Relay:
             reason = " ".join(((result.stdout or "") + (result.stderr or "")).split())[-300:]
             raise RouteError(f"the relay does not work in this environment (it needs python3): {reason}")
         return result.stdout or ""
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first plain error of a group, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

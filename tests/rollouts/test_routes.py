@@ -1,0 +1,167 @@
+"""How agents inside an environment reach the proxy, and what is refused before the first rollout."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fakes import ScriptedSampler
+from tests.rollouts.rig import policy, request_for, write_task
+
+from pilotage.errors import ConfigError
+from pilotage.proxy import ChatCompletionsProxy
+from pilotage.rollouts.routes import Route, check_route
+from pilotage.rollouts.runner import HarborRunner, RunnerSettings
+from pilotage.rollouts.trial import MINI_SWE_AGENT, OPENHANDS_AGENT, AgentChoice, EnvironmentChoice
+from pilotage.types import Outcome, Rollout, Task
+
+pytestmark = pytest.mark.agents
+
+INSIDE = "tests.rollouts.sdk_agents:InsideShell"
+CHAT = """curl -s $URL/chat/completions -H "authorization: Bearer $KEY" -d '{"messages": [%s]}'"""
+GO = '{"role": "user", "content": "go"}'
+SOLVE = "echo '{}' > /logs/agent/locations.json"
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return write_task(tmp_path / "tasks")
+
+
+async def run(proxy: ChatCompletionsProxy, task: Task, command: str, **environment: Any) -> Rollout:
+    """Run `command` as the agent, in a sandbox that has no network but the relay."""
+    settings = RunnerSettings(
+        trials_directory=task.path.parent.parent / "trials",
+        workers=0,
+        agent=AgentChoice(name=INSIDE, options={"command": command}, route=Route.RELAY),
+        environment=EnvironmentChoice(options=environment),
+        keep_trials=True,
+    )
+    async with HarborRunner(sessions=proxy, settings=settings) as runner:
+        return await runner.run(request_for(task))
+
+
+def left_by_agent(task: Task, name: str) -> str:
+    [file] = (task.path.parent.parent / "trials").glob(f"*/agent/{name}")
+    return file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("agent", "route", "complaint"),
+    [
+        ("claude-code", Route.DRIVER, "claude-code runs inside the environment and needs a declared route"),
+        (INSIDE, Route.DRIVER, "runs inside the environment"),
+        ("terminus-2", Route.RELAY, 'calls the model from this process: set agent_route = "driver"'),
+        (OPENHANDS_AGENT, Route.ADDRESS, "calls the model from this process"),
+        ("no-such-agent", Route.DRIVER, "no agent no-such-agent"),
+        ("no.such.module:Agent", Route.DRIVER, "no agent no.such.module:Agent"),
+    ],
+)
+async def test_an_agent_that_cannot_reach_the_proxy_is_refused_before_the_first_rollout(
+    tmp_path: Path, agent: str, route: Route, complaint: str
+) -> None:
+    settings = RunnerSettings(
+        trials_directory=tmp_path, workers=0, agent=AgentChoice(name=agent, route=route)
+    )
+    async with policy() as proxy:
+        with pytest.raises(ConfigError) as caught:
+            async with HarborRunner(sessions=proxy, settings=settings):
+                pass
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("agent", "route"),
+    [
+        *[
+            (agent, Route.RELAY)
+            for agent in ("claude-code", "codex", "openhands-sdk", "mini-swe-agent", INSIDE)
+        ],
+        *[
+            (agent, Route.DRIVER)
+            for agent in ("terminus-2", "nop", "oracle", OPENHANDS_AGENT, MINI_SWE_AGENT)
+        ],
+        ("codex", Route.ADDRESS),
+    ],
+)
+def test_agents_that_can_are_not(agent: str, route: Route) -> None:
+    check_route(agent, route)
+
+
+async def test_a_relay_carries_calls_out_of_a_sandbox_without_network_and_nothing_else(task: Task) -> None:
+    wrong = CHAT.replace("$KEY", "other") % GO
+    elsewhere = "curl -s ${URL%/v1}/elsewhere"
+    commands = [CHAT % GO, wrong, elsewhere, "curl -s -m 5 http://127.0.0.1:1 || echo closed", SOLVE]
+    async with policy("one") as proxy:
+        rollout = await run(proxy, task, f"({'; echo; '.join(commands)}) > /logs/agent/seen")
+    assert (rollout.outcome, len(rollout.trajectory.turns)) == (Outcome.COMPLETED, 1)
+    answered, refused, not_carried, closed, *_ = left_by_agent(task, "seen").splitlines()
+    assert '"content":"one"' in answered
+    assert "names no open session" in refused
+    assert not_carried == "the relay carries /v1/ alone"
+    assert closed == "closed"
+
+
+async def test_calls_through_a_relay_run_side_by_side(task: Task) -> None:
+    texts = [GO.replace("go", text) for text in ("a", "b", "c")]
+    calls = " & ".join(f"{CHAT % text} > /logs/agent/{n}" for n, text in enumerate(texts))
+    async with policy("one", latency_s=0.5) as proxy:
+        rollout = await run(proxy, task, f"{calls} & wait; {SOLVE}")
+    starts = [turn.started_at for turn in rollout.trajectory.turns]
+    assert len(starts) == 3
+    assert max(starts) < min(turn.finished_at for turn in rollout.trajectory.turns)
+
+
+async def test_a_client_that_leaves_a_relay_frees_the_sampler(task: Task) -> None:
+    async with policy("one", latency_s=60) as proxy:
+        rollout = await run(proxy, task, f"{(CHAT % GO).replace('-s', '-s -m 1')}; sleep 1; {SOLVE}")
+        sampler = proxy._policy.sampler
+    assert isinstance(sampler, ScriptedSampler)
+    assert (sampler.num_started, sampler.num_cancelled) == (2, 2)  # a rollout without a turn is tried again
+    assert rollout.trajectory.turns == ()
+
+
+def without_python(tmp_path: Path) -> dict[str, str]:
+    """Return a directory to show over that of the interpreter."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "python3").write_text("#!/bin/bash\necho no python here >&2\nexit 127\n")
+    (bin / "python3").chmod(0o755)
+    return {str(Path(sys.base_prefix).resolve() / "bin"): str(bin)}
+
+
+async def test_an_environment_that_cannot_relay_is_an_environment_error_that_says_why(
+    task: Task, tmp_path: Path
+) -> None:
+    async with policy("one") as proxy:
+        rollout = await run(proxy, task, CHAT % GO, shown_directories=without_python(tmp_path))
+    assert rollout.outcome == Outcome.ENVIRONMENT_ERROR
+    assert rollout.failure is not None
+    assert "the relay does not work in this environment (it needs python3)" in rollout.failure.message
+    assert "no python here" in rollout.failure.message
+
+
+async def test_a_relay_that_breaks_while_the_agent_runs_is_not_the_agents_fault(task: Task) -> None:
+    async with policy("one") as proxy:
+        rollout = await run(proxy, task, f"{CHAT % GO}; rm -r /tmp/.pilotage-relay/work; sleep 2; {SOLVE}")
+    assert rollout.outcome == Outcome.ENVIRONMENT_ERROR
+    assert rollout.failure is not None
+    assert "the relay broke while the agent ran" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"shown_directories": {"/opt/x": "/no/such/directory"}}, "/no/such/directory a directory here"),
+        ({"shown_directories": {"opt": "/tmp"}}, "opt must be absolute"),
+        ({"shown_directories": {"/opt/x": "/tmp"}, "unsandboxed": True}, "needs the sandbox"),
+    ],
+)
+async def test_a_directory_that_cannot_be_shown_is_one_clear_line(
+    task: Task, options: dict[str, Any], complaint: str
+) -> None:
+    async with policy("one") as proxy:
+        rollout = await run(proxy, task, SOLVE, **options)
+    assert rollout.failure is not None
+    assert complaint in rollout.failure.message
