@@ -130,16 +130,17 @@ LARGE = "memory_mb = 200000\n"
 """Address space: the run times of these programs reserve far more than they use."""
 
 
-async def test_claude_code_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
-    inside = program("claude", tmp_path / "bin")
+async def test_an_agent_that_speaks_messages_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
+    name = "claude-code"
+    inside = program(name.removesuffix("-code"), tmp_path / "bin")
     look: Turn = ("Bash", {"command": "ls pkg", "description": "look"})
     solve: Turn = ("Bash", {"command": SOLVE, "description": "solve"})
     task = write_task(tmp_path / "tasks", environment_toml=LARGE)
-    agent = AgentChoice(name="claude-code", route=Route.RELAY)
+    agent = AgentChoice(name=name, route=Route.RELAY)
     check(*await run(task, agent, look, solve, "I am done.", environment=inside), turns=3)
 
 
-async def test_codex_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
+async def test_an_agent_that_speaks_responses_inside_the_sandbox_through_a_relay(tmp_path: Path) -> None:
     inside = program("codex", tmp_path / "bin")
     # Both would offer tools that only OpenAI's own service runs.
     config = {"web_search": "disabled", "features": {"multi_agent": False}}

@@ -1,4 +1,4 @@
-"""Anthropic's Messages, as its SDKs and Claude Code speak them.
+"""Anthropic's Messages, as its SDKs and the agent `claude-code` speak them.
 
 A tool's `input` is a JSON object, but a policy may write a call whose arguments are none. Such a call goes
 out as an object that holds the text, and comes back as the text:
