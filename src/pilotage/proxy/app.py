@@ -151,20 +151,20 @@ class ChatCompletionsProxy:
         return session
 
     async def _count(
-        self, dialect: Dialect, session: Session, asked: TurnRequest, request: Request
+        self, dialect: Dialect, session: Session, wanted: TurnRequest, request: Request
     ) -> Response:
-        return _json({"input_tokens": await session.count_tokens(asked)})
+        return _json({"input_tokens": await session.count_tokens(wanted)})
 
     async def _complete(
-        self, dialect: Dialect, session: Session, asked: TurnRequest, request: Request
+        self, dialect: Dialect, session: Session, wanted: TurnRequest, request: Request
     ) -> Response:
-        session.note_overrides(asked)
-        index = session.replayed_turn(asked)
+        session.note_overrides(wanted)
+        index = session.replayed_turn(wanted)
         if index is None:
-            index = await _turn_or_disconnect(session, asked, request)
+            index = await _turn_or_disconnect(session, wanted, request)
         if index is None:
             return Response(status_code=499)  # nobody reads it
-        session.deliver(index, asked)
+        session.deliver(index, wanted)
         tree = session.tree
         answer = Answer(
             name=f"{session.spec.rollout_id}-{index}",
@@ -173,16 +173,16 @@ class ChatCompletionsProxy:
             message=tree.reply(index).message,
             prompt_tokens=tree.prompt_tokens(index),
             prompt_ids=partial(tree.prompt_ids_of, index),
-            sent=asked.sent,
+            sent=wanted.sent,
         )
-        if asked.asked.is_streamed:
+        if wanted.asked.is_streamed:
             return StreamingResponse(_stream(dialect.events(answer)), media_type="text/event-stream")
         return _json(dialect.whole(answer))
 
 
-async def _turn_or_disconnect(session: Session, asked: TurnRequest, request: Request) -> int | None:
-    """Wait for the turn that answers `asked`; None where the client went away first."""
-    call = session.join(asked)
+async def _turn_or_disconnect(session: Session, wanted: TurnRequest, request: Request) -> int | None:
+    """Wait for the turn that answers `wanted`; None where the client went away first."""
+    call = session.join(wanted)
     gone = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({call.task, gone}, return_when=asyncio.FIRST_COMPLETED)
