@@ -1,5 +1,6 @@
 """Messages and Responses on the wire: shapes, places of faults, and what is refused."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import anthropic
@@ -7,7 +8,7 @@ import httpx
 import orjson
 import pytest
 from tests.fakes import ASSISTANT, END, SYSTEM, TOOL, USER, ScriptedSampler, WordRenderer
-from tests.proxy.rig import Body, Rig, rig, spec
+from tests.proxy.rig import Body, Connection, Rig, rig, spec
 
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.types import SamplingParams
@@ -349,6 +350,23 @@ async def test_a_response_repeats_what_the_recipe_samples_with_and_what_was_offe
         response = (await post(it, "/responses", body)).json()
     assert (response["temperature"], response["max_output_tokens"]) == (0.7, 50)
     assert (response["tools"], response["metadata"]) == (tools, {"a": "b"})
+
+
+@pytest.mark.parametrize("path", ["/messages", "/responses"])
+async def test_a_turn_is_recorded_before_the_first_byte_of_its_stream(path: str) -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=[words.reply("one")]) as it:
+        records: list[int] = []
+
+        class Watching(Connection):
+            async def _send(self, message: MutableMapping[str, Any]) -> None:
+                if not self.sent:
+                    records.append(len((await it.close()).trajectory.turns))
+                await super()._send(message)
+
+        body: Body = {"messages": [GO], "input": "go", "stream": True}
+        await Watching(it.proxy, it.access.api_key, body, path=f"/v1{path}").run()
+    assert records == [1]
 
 
 async def test_a_request_for_a_websocket_is_sent_to_http() -> None:

@@ -28,12 +28,19 @@ def task(tmp_path: Path) -> Task:
     return write_task(tmp_path / "tasks")
 
 
-async def run(proxy: ChatCompletionsProxy, task: Task, command: str, **environment: Any) -> Rollout:
+async def run(
+    proxy: ChatCompletionsProxy,
+    task: Task,
+    command: str,
+    *,
+    route: Route = Route.RELAY,
+    **environment: Any,
+) -> Rollout:
     """Run `command` as the agent, in a sandbox that has no network but the relay."""
     settings = RunnerSettings(
         trials_directory=task.path.parent.parent / "trials",
         workers=0,
-        agent=AgentChoice(name=INSIDE, options={"command": command}, route=Route.RELAY),
+        agent=AgentChoice(name=INSIDE, options={"command": command}, route=route),
         environment=EnvironmentChoice(options=environment),
         keep_trials=True,
     )
@@ -150,6 +157,30 @@ async def test_a_relay_that_breaks_while_the_agent_runs_is_not_the_agents_fault(
     assert "the relay broke while the agent ran" in rollout.failure.message
 
 
+@pytest.mark.parametrize("network", ["the machine's", "its own"])
+async def test_an_address_serves_where_the_network_is_shared_and_is_asked_for_where_it_is_not(
+    tmp_path: Path, network: str
+) -> None:
+    is_shared = network == "the machine's"
+    task = write_task(tmp_path / "tasks", environment_toml='network_mode = "public"' if is_shared else "")
+    async with policy("one") as proxy:
+        rollout = await run(proxy, task, f"{CHAT % GO}; {SOLVE}", route=Route.ADDRESS)
+    if is_shared:
+        assert (rollout.outcome, len(rollout.trajectory.turns)) == (Outcome.COMPLETED, 1)
+    else:
+        assert rollout.outcome == Outcome.ENVIRONMENT_ERROR
+        assert rollout.failure is not None
+        assert "/health does not answer inside the environment" in rollout.failure.message
+
+
+async def test_a_relay_for_an_unsandboxed_agent_is_refused(task: Task) -> None:
+    async with policy("one") as proxy:
+        with pytest.raises(ConfigError, match='set agent_route = "address"'):
+            await run(proxy, task, SOLVE, unsandboxed=True)
+        rollout = await run(proxy, task, f"{CHAT % GO}; {SOLVE}", route=Route.ADDRESS, unsandboxed=True)
+    assert (rollout.outcome, len(rollout.trajectory.turns)) == (Outcome.COMPLETED, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -162,6 +193,6 @@ async def test_a_directory_that_cannot_be_shown_is_one_clear_line(
     task: Task, options: dict[str, Any], complaint: str
 ) -> None:
     async with policy("one") as proxy:
-        rollout = await run(proxy, task, SOLVE, **options)
+        rollout = await run(proxy, task, SOLVE, route=Route.ADDRESS, **options)
     assert rollout.failure is not None
     assert complaint in rollout.failure.message

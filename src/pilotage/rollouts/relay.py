@@ -1,6 +1,6 @@
 """A relay: how an agent inside an environment reaches the proxy where there is no network between them.
 
-Uses nothing but the environment's own exec and file transfer, so it works wherever Harbor runs a trial, if
+It uses nothing but the environment's own exec and file transfer, so it works wherever Harbor runs a trial, if
 there is a python3:
 
     agent --HTTP--> relay_program in the environment --files--> Relay here --HTTP--> proxy
@@ -138,6 +138,25 @@ class Relay:
             reason = " ".join(((result.stdout or "") + (result.stderr or "")).split())[-300:]
             raise RouteError(f"the relay does not work in this environment (it needs python3): {reason}")
         return result.stdout or ""
+
+
+async def check_address(environment: BaseEnvironment, base_url: str) -> None:
+    """Ask the proxy for its health from inside; an environment with neither curl nor python3 is believed.
+
+    Raises:
+        RouteError: no answer.
+    """
+    url = f"{base_url.removesuffix('/v1')}/health"
+    by_python = f'import urllib.request; urllib.request.urlopen("{url}", timeout=10)'
+    command = (
+        f"if command -v curl; then curl -sf -m 10 {url}; elif command -v python3; then"
+        f" python3 -c {shlex.quote(by_python)}; fi"
+    )
+    if (await environment.exec(command, timeout_sec=30)).return_code != 0:
+        raise RouteError(
+            f'{url} does not answer inside the environment: set agent_route = "relay", or give the task'
+            " a network"
+        )
 
 
 def _reason(error: BaseException) -> str:

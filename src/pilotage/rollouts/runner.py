@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pilotage.errors import ConfigError
 from pilotage.interfaces import SessionHost
 from pilotage.rollouts.environments import check_environment
 from pilotage.rollouts.outcomes import decide, invalid_submission
@@ -83,7 +84,10 @@ class HarborRunner:
         agent = self._settings.agent
         if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
             await asyncio.to_thread(check_route, agent.name, agent.route)
-        await asyncio.to_thread(check_environment, self._settings.environment)
+        environment = self._settings.environment
+        if environment.options.get("unsandboxed") and agent.route is Route.RELAY:
+            raise ConfigError('an unsandboxed agent reaches the proxy itself: set agent_route = "address"')
+        await asyncio.to_thread(check_environment, environment)
         if self._workers is not None:
             await self._workers.start()
         return self

@@ -137,28 +137,30 @@ async def _run_harbor(spec: TrialSpec, key_variable: str) -> "TrialResult":
     from harbor.trial.trial import Trial
 
     trial = await Trial.create(_trial_config(spec, key_variable))
-    if spec.agent.route is not Route.RELAY:
+    if spec.agent.route is Route.DRIVER:
         return await trial.run()
     async with contextlib.AsyncExitStack() as stack:
-        _relay_calls(trial, spec, stack)
+        _open_route_for_agent(trial, spec, stack)
         return await trial.run()
 
 
-def _relay_calls(trial: "Trial", spec: TrialSpec, stack: contextlib.AsyncExitStack) -> None:
-    """Keep a relay in the trial's environment while its agent runs; `stack` closes it whatever happens."""
+def _open_route_for_agent(trial: "Trial", spec: TrialSpec, stack: contextlib.AsyncExitStack) -> None:
+    """Open the route before the agent runs, and close it afterwards; `stack` closes it whatever happens."""
     from harbor.trial.hooks import TrialEvent
 
-    from pilotage.rollouts.relay import Relay
+    from pilotage.rollouts.relay import Relay, check_address
 
-    async def open_relay(event: object) -> None:
+    async def open_route(event: object) -> None:
+        if spec.agent.route is Route.ADDRESS:
+            return await check_address(trial.agent_environment, spec.access.base_url)
         relay = Relay(trial.agent_environment, base_url=spec.access.base_url, port=relay_port(spec.name))
         await stack.enter_async_context(relay)
 
-    async def close_relay(event: object) -> None:
+    async def close_route(event: object) -> None:
         await stack.aclose()
 
-    trial.add_hook(TrialEvent.AGENT_START, open_relay)
-    trial.add_hook(TrialEvent.AGENT_END, close_relay)
+    trial.add_hook(TrialEvent.AGENT_START, open_route)
+    trial.add_hook(TrialEvent.AGENT_END, close_route)
 
 
 def _trial_config(spec: TrialSpec, key_variable: str) -> "TrialConfig":
