@@ -44,7 +44,7 @@ async def run(
 def check(rollout: Rollout, calls: list[SamplerCall], *, turns: int) -> None:
     """It was rewarded; its ids and contexts are the sampler's; one branch; each token is trained once."""
     assert rollout.failure is None
-    assert rollout.outcome == Outcome.COMPLETED
+    assert (rollout.outcome, rollout.attempt) == (Outcome.COMPLETED, 0)
     assert rollout.reward is not None
     assert rollout.reward.value == 1.0
     trajectory = rollout.trajectory

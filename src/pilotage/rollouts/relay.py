@@ -28,6 +28,8 @@ _PROGRAM = f"{_DIRECTORY}/relay.py"
 _WAIT_S = 20
 """Of one look for work; a command of the environment each."""
 _REQUEST_TIMEOUT_S = 3600.0
+_MAX_REQUEST_BYTES = 65 * 2**20
+"""A little more than the proxy takes: what is inside must not fill the memory here."""
 _ANSWER_HEADERS = ("content-type", "retry-after", "www-authenticate")
 
 
@@ -61,7 +63,7 @@ class Relay:
         await self._run(f"mkdir -p {_DIRECTORY}/work")
         await self._environment.upload_file(Path(__file__).with_name("relay_program.py"), _PROGRAM)
         serve = f"python3 {_PROGRAM} serve {self._port} {_DIRECTORY}/work"
-        await self._run(f"({serve} </dev/null >{_DIRECTORY}/log 2>&1 & echo $! >{_DIRECTORY}/pid)")
+        await self._run(f"({serve} </dev/null >{_DIRECTORY}/log 2>&1 &)")
         self._pump = asyncio.create_task(self._carry())
         probe = (
             f"for i in 1 2 3 4 5; do python3 {_PROGRAM} probe {self._port} && exit 0; sleep 0.3; done; exit 1"
@@ -111,7 +113,7 @@ class Relay:
         with tempfile.TemporaryDirectory(prefix="pilotage-relay-") as directory:
             request, response = Path(directory, "request"), Path(directory, "response")
             await self._environment.download_file(f"{path}.request-taken", request)
-            status, headers, content = await self._answer(await asyncio.to_thread(request.read_bytes))
+            status, headers, content = await self._answer(await asyncio.to_thread(_read, request))
             start = json.dumps({"status": status, "headers": headers}).encode()
             await asyncio.to_thread(response.write_bytes, start + b"\n" + content)
             await self._environment.upload_file(response, f"{path}.part")
@@ -133,7 +135,7 @@ class Relay:
         return answer.status_code, headers, answer.content
 
     async def _run(self, command: str) -> str:
-        result = await self._environment.exec(f"bash -c {shlex.quote(command)}", cwd="/", timeout_sec=60)
+        result = await self._environment.exec(command, cwd="/", timeout_sec=60)
         if result.return_code != 0:
             reason = " ".join(((result.stdout or "") + (result.stderr or "")).split())[-300:]
             raise RouteError(f"the relay does not work in this environment (it needs python3): {reason}")
@@ -157,6 +159,12 @@ async def check_address(environment: BaseEnvironment, base_url: str) -> None:
             f'{url} does not answer inside the environment: set agent_route = "relay", or give the task'
             " a network"
         )
+
+
+def _read(request: Path) -> bytes:
+    if request.stat().st_size > _MAX_REQUEST_BYTES:
+        raise RouteError(f"a request is larger than {_MAX_REQUEST_BYTES} bytes")
+    return request.read_bytes()
 
 
 def _reason(error: BaseException) -> str:
