@@ -78,7 +78,7 @@ class HarborRunner:
         """Clear what dead drivers left, check the sandbox and the agent's route, and start the workers.
 
         Raises:
-            ConfigError: the environment cannot be used here, or the agent cannot reach the proxy as it is set.
+            ConfigError: the environment cannot be used here, or the agent cannot reach the proxy from it.
         """
         await asyncio.to_thread(sweep)
         agent = self._settings.agent
