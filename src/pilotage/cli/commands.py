@@ -22,6 +22,8 @@ _EXTRAS = {
     "unidiff": "data",
 }
 """Package that may be missing -> extra that brings it; any other is the local engine's."""
+_EXTRAS = {"harbor": "agents", "openhands": "agents", "libcst": "factory", "pytest": "factory"}
+"""Module -> extra that brings it; any other is of `local`."""
 _DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 
@@ -47,6 +49,7 @@ def run(argv: list[str]) -> int:
         return _fail_group(group)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "local")
+        extra = _EXTRAS.get((error.name or "").partition(".")[0], "local")
         return _fail(f"{error}; install it with `pip install 'pilotage[{extra}]'` or `make install`", 2)
 
 
@@ -86,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_reading(commands)
     _add_service(commands)
     _add_service_clients(commands)
+    _add_data(commands)
+    return parser
+
+
+type _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_data(commands: _Commands) -> None:
     data = commands.add_parser("data", help="make tasks").add_subparsers(metavar="KIND", required=True)
     demo = data.add_parser("demo", help="localization tasks from installed packages")
     demo.add_argument("--out", type=Path, required=True, help="new directory: train/ and held_out/ go there")
@@ -136,6 +147,14 @@ def _add_swe_smith(kinds: "_Commands") -> None:
 
 
 type _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+    bugs = data.add_parser("make-bugs", help="localization tasks from source archives, proven by their tests")
+    bugs.add_argument("packages", nargs="+", metavar="PACKAGE==VERSION", help="its own tests are run here")
+    bugs.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, or of a run to go on with")
+    bugs.add_argument("--tasks", type=int, default=300, metavar="N", help="over all packages (%(default)s)")
+    bugs.add_argument("--seed", type=int, default=0)
+    bugs.add_argument("--workers", type=int, metavar="N", help="processes that run tests; default: the cores")
+    bugs.set_defaults(command=("data", "make_bugs"))
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
+import os
+import shutil
+import threading
+from pathlib import Path
 
 from pilotage.errors import ConfigError
 from pilotage.files import write_atomically
@@ -179,3 +183,32 @@ async def check(arguments: argparse.Namespace) -> int:
     bad = sum(bool(found.findings) for found in checked)
     print(f"{len(tasks)} tasks checked, {bad} with findings")
     return 1 if bad else 0
+async def make_bugs(arguments: argparse.Namespace) -> int:
+    """Make tasks from source archives, or go on making them; 1 where there is not one."""
+    from pilotage.cli.progress import PackagesProgress
+    from pilotage.datasets.factory import Factory
+    from pilotage.datasets.factory import make_bugs as make
+    from pilotage.datasets.sdists import configured_index
+
+    factory = Factory(
+        packages=arguments.packages,
+        out=arguments.out,
+        num_tasks=arguments.tasks,
+        seed=arguments.seed,
+        num_workers=os.cpu_count() or 1 if arguments.workers is None else arguments.workers,
+        index_url=configured_index(),
+        cache=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pilotage" / "sdists",
+    )
+    stop = threading.Event()
+    try:
+        with PackagesProgress() as progress:
+            made = await asyncio.to_thread(make, factory, progress, stop)
+    finally:
+        stop.set()  # where this was interrupted, the thread goes on until it is told
+    if made.num_tasks:
+        print(made.table)
+    print(
+        f"{made.num_tasks} tasks in {arguments.out}: {made.num_multi_place} of several places,"
+        f" {made.num_name_errors} that end in a NameError; {len(made.failures)} packages gave none"
+    )
+    return 0 if made.num_tasks else 1

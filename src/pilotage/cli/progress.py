@@ -57,6 +57,46 @@ class TerminalObserver:
         self.say(step_line(record, self._num_steps))
 
 
+class PackagesProgress:
+    """A bar over what all packages shall give, and a line for each one done; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(highlight=False, stderr=True),
+            transient=True,
+        )
+        self._bar = self._progress.add_task("fetching", total=None)
+        self._counts: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
+    def on_progress(self, package: str, found: int, wanted: int) -> None:
+        """Show that a package has so many bugs of those wanted."""
+        self._counts[package] = (found, wanted)
+        counts = list(self._counts.values())
+        self._progress.update(
+            self._bar,
+            description=f"bugs, now {package}",
+            completed=sum(found for found, _ in counts),
+            total=sum(wanted for _, wanted in counts),
+        )
+
+
 _CELLS = (
     ("reward/mean", "reward {:.3f}"),
     ("eval/reward_mean", "held-out {:.3f}"),

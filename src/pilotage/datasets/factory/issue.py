@@ -21,7 +21,7 @@ _MAX_ERROR_LINE = 240
 _MAX_TITLE = 100
 _MAX_PARAMETER = 160
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
-_TEMPORARY = re.compile(r"/tmp/t/[\w.-]+/?|/tmp/tree/?")
+_TEMPORARY = re.compile(r"/tmp/t/[\w.-]+/?|/tmp/(tree|tmpdir|home)/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ a test near its limit of time or memory is the one exception, since its verdict 
 import fcntl
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -107,10 +108,14 @@ class _PackageResult:
     failure: str = ""
 
 
-def make_bugs(factory: Factory, observer: FactoryObserver) -> Made:
+def make_bugs(factory: Factory, observer: FactoryObserver, stop: threading.Event) -> Made:
     """Make the tasks, or go on making them; a package that fails is told and the others go on.
 
+    Args:
+        stop: another thread sets it to end the run soon; the same arguments go on from there.
+
     Raises:
+        FactoryStoppedError: `stop` was set.
         ConfigError: `out` holds something else, or somebody else is at work there.
     """
     state = factory.out / ".factory"
@@ -120,7 +125,7 @@ def make_bugs(factory: Factory, observer: FactoryObserver) -> Made:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         try:
-            with SuitePool(factory.num_workers, scratch=scratch) as pool:
+            with SuitePool(factory.num_workers, scratch=scratch, stop=stop) as pool:
                 results = _all_packages(factory, state, pool, observer)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

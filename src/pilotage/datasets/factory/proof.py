@@ -111,11 +111,12 @@ def find_suite(bench: Bench, runner: Runner, *, seed: int) -> Suite:
     _refuse(bench.label, again)
     slow = {name for name, cpu_s in recorded.cpu_s.items() if cpu_s > SLOW_TEST_CPU_S}
     stable = sorted((set(recorded.of("passed")) & set(again.of("passed"))) - slow)
-    if len(stable) < max(MIN_STABLE, len(recorded.outcomes) / 2):
+    num_run = len(recorded.outcomes) - len(recorded.of("skipped"))
+    if len(stable) < max(MIN_STABLE, num_run / 2):
         reasons = [*recorded.collection_errors, *(failure.message for failure in recorded.failures.values())]
         first = f"; the first failure: {reasons[0].splitlines()[0][:120]}" if reasons else ""
         raise PackageError(
-            f"{bench.label}: {len(stable)} of {len(recorded.outcomes)} tests pass quickly and twice{first}"
+            f"{bench.label}: {len(stable)} of {num_run} tests pass quickly and twice{first}"
         )
     return _suite(stable, list(recorded.outcomes), recorded.lines)
 

@@ -9,6 +9,7 @@ it. This file imports nothing of Pilotage, so that a package under test finds no
 Request: see `SuiteRun` in `suites.py`, whose fields these are. Reply: see `SuiteReply` there.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -19,6 +20,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -140,12 +142,14 @@ def _failure(
         for entry in error.traceback
         if entry.path == item.path and entry.frame.code.raw.co_name == name
     ]
-    parameters = getattr(item, "callspec", None)
+    given = getattr(item, "funcargs", {})
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
     return {
         "error": error.type.__name__,
         "message": (crash.message if crash else str(error.value))[:_MAX_MESSAGE],
         "line": lines[-1] if lines else 0,
-        "parameters": {key: _repr(value) for key, value in parameters.params.items()} if parameters else {},
+        # What a fixture makes of a parameter is not what the test sees.
+        "parameters": {key: _repr(value) for key, value in parameters.items() if given.get(key) is value},
     }
 
 
@@ -168,7 +172,8 @@ def _limit(wall_s: float) -> None:
 
 def _arguments(request: dict[str, Any], scratch: Path) -> list[str]:
     arguments = ["-p", "no:cacheprovider", "--color=no", "-q", "-o", "addopts=", f"--basetemp={scratch}/t"]
-    arguments += ["--rootdir=.", "-W", "ignore::pytest.PytestConfigWarning"]
+    # The other styles of traceback, which nobody reads, cost more than most tests.
+    arguments += ["--rootdir=.", "--tb=native", "-W", "ignore::pytest.PytestConfigWarning"]
     if request["tests"] is None:
         arguments.append("--continue-on-collection-errors")
     return [*arguments, *request["files"]]
@@ -181,6 +186,10 @@ def _run(request: dict[str, Any], reply: int) -> None:
     paths = [str(tree / path) for path in request["paths"]]
     sys.path[0:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    for variable in ("HOME", "TMPDIR"):
+        os.environ[variable] = f"{tree.parent}/{variable.lower()}"
+        os.mkdir(os.environ[variable])
+    tempfile.tempdir = None
     if taken := sorted(set(request["modules"]) & sys.modules.keys()):
         _write(reply, {"refused": f"pytest itself uses {', '.join(taken)}"})
         return
@@ -238,8 +247,11 @@ def _read_line(descriptor: int, wall_s: float) -> bytes | None:
     return bytes(content)
 
 
-def _kill_descendants() -> None:
+def _kill_descendants(group: int) -> None:
     """Kill and reap every child until none is left; orphans of a child become our children."""
+    # All of the group at one instant, so that no process that only forks outruns the loop.
+    with contextlib.suppress(ProcessLookupError):  # it ended before it made a group
+        os.killpg(group, signal.SIGKILL)
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while True:
         for pid in children.read_text().split():
@@ -260,7 +272,7 @@ def answer(request: dict[str, Any]) -> bytes:
     os.close(write)
     line = _read_line(read, request["wall_s"])
     os.close(read)
-    _kill_descendants()
+    _kill_descendants(pid)
     if line is None:
         return b'{"timed_out": true}\n'
     return line or b'{"died": true}\n'

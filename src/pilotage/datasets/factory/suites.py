@@ -3,7 +3,9 @@
 Invariant: a run sees the files that it is given and no others; what it writes is gone afterwards.
 """
 
+import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -19,12 +21,18 @@ from typing import Any, Self
 import orjson
 
 from pilotage.datasets.factory import suite_server
+from pilotage.errors import PilotageError
 
 TEST_CPU_S = 3.0
 """Of one test that a bug may break. CPU time, so that a busy machine changes no verdict."""
 RUN_WALL_S = 30.0
 SUITE_CPU_S = 60.0
 SUITE_WALL_S = 600.0
+_STOP_POLL_S = 0.2
+
+
+class FactoryStoppedError(PilotageError):
+    """The caller stopped the factory; what was proven until then is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +103,8 @@ class SuiteReply:
 
 def _reply(line: bytes, scratch: Path, run_s: float) -> SuiteReply:
     # Nothing of a machine's directories may reach an issue.
-    content: dict[str, Any] = orjson.loads(line.replace(str(scratch).encode(), b"/tmp"))
+    here = json.dumps(str(scratch))[1:-1].encode()
+    content: dict[str, Any] = orjson.loads(line.replace(here, b"/tmp"))
     failures = {name: Failure(**record) for name, record in content.pop("failures", {}).items()}
     return SuiteReply(failures=failures, run_s=round(run_s, 3), **content)
 
@@ -124,16 +133,23 @@ class _Server:
             start_new_session=True,
         )
 
-    def ask(self, request: bytes) -> bytes:
-        """Return the reply's line; empty where the server is gone."""
+    def ask(self, request: bytes, stop: threading.Event) -> bytes:
+        """Return the reply's line; empty where the server is gone.
+
+        Raises:
+            FactoryStoppedError: `stop` was set before there was a reply.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             self._process.stdin.write(request + b"\n")
             self._process.stdin.flush()
-            return self._process.stdout.readline()
         except BrokenPipeError:
             return b""
+        while not select.select([self._process.stdout], [], [], _STOP_POLL_S)[0]:
+            if stop.is_set():
+                raise FactoryStoppedError("stopped")
+        return self._process.stdout.readline()
 
     def close(self) -> None:
         # SIGKILL ends what it runs too: every child asked to die with it.
@@ -144,9 +160,10 @@ class _Server:
 class SuitePool:
     """`num_workers` servers; `submit` queues a run, whoever is free takes it."""
 
-    def __init__(self, num_workers: int, *, scratch: Path) -> None:
-        """Use `scratch`, which must exist, for the copies."""
+    def __init__(self, num_workers: int, *, scratch: Path, stop: threading.Event) -> None:
+        """Use `scratch`, which must exist, for the copies; once `stop` is set, every run raises."""
         self._scratch = scratch
+        self._stop = stop
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="suite")
         # A server dies with the thread that started it, so each thread has its own and none is shared.
         self._local = threading.local()
@@ -185,6 +202,8 @@ class SuitePool:
         return directory
 
     def _run(self, run: SuiteRun) -> SuiteReply:
+        if self._stop.is_set():
+            raise FactoryStoppedError("stopped")
         began = time.monotonic()
         directory = self._new_directory()
         tree = directory / "tree"
@@ -202,7 +221,7 @@ class SuitePool:
     def _ask(self, request: bytes) -> bytes:
         server: _Server = getattr(self._local, "server", None) or self._started()
         # A server that a run took with it is replaced, and the run counts as one that died.
-        line = server.ask(request)
+        line = server.ask(request, self._stop)
         if not line:
             self._started()
         return line or b'{"died": true}'
