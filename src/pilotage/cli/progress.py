@@ -61,13 +61,15 @@ class PackagesProgress:
     """A bar over what all packages shall give, and a line for each one done; safe from several threads."""
 
     def __init__(self) -> None:
+        console = Console(highlight=False, stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(highlight=False, stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._bar = self._progress.add_task("fetching", total=None)
         self._counts: dict[str, tuple[int, int]] = {}

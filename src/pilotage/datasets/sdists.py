@@ -28,7 +28,7 @@ from pilotage.files import write_atomically
 
 MAX_ARCHIVE_BYTES = 64 << 20
 MAX_UNPACKED_BYTES = 256 << 20
-MAX_FILES = 20_000
+MAX_FILES = 5_000
 
 _JSON = "application/vnd.pypi.simple.v1+json"
 _TIMEOUT_S = 60.0
@@ -164,7 +164,7 @@ def _get(label: str, url: str) -> tuple[bytes, str, str]:
     try:
         headers = {"Accept": f"{_JSON}, text/html;q=0.5, */*;q=0.1"}
         with httpx.stream("GET", url, headers=headers, follow_redirects=True, timeout=_TIMEOUT_S) as response:
-            if response.status_code == httpx.codes.NOT_FOUND:
+            if response.status_code == 404:
                 raise PackageError(f"{label}: the index has no such package")
             response.raise_for_status()
             content = bytearray()

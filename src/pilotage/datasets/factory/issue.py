@@ -161,7 +161,10 @@ def _find(
     node: ast.Module | ast.ClassDef, names: Sequence[str]
 ) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     for child in node.body:
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and child.name == names[0]:
+        if (
+            isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and child.name == names[0]
+        ):
             if isinstance(child, ast.ClassDef):
                 return _find(child, names[1:]) if len(names) > 1 else None
             return child if len(names) == 1 else None

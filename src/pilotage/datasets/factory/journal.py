@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class Journal:
         record = orjson.loads(zlib.decompress(self._suite.read_bytes()))
         if record["key"] != key:
             return None
-        stable: Sequence[str] = record["stable"]
+        stable: list[str] = record["stable"]
         lines = {
             path: {int(line): tuple(stable[index] for index in indices) for line, indices in by_line.items()}
             for path, by_line in record["lines"].items()

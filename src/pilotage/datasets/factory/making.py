@@ -14,7 +14,7 @@ import fcntl
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +155,7 @@ def _claim(factory: Factory, state: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     with path.open("wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def _lookahead(factory: Factory) -> int:
     return factory.num_workers + 1
 
 
-def _one_package(  # noqa: PLR0913  # the arguments of a thread
+def _one_package(
     factory: Factory,
     state: Path,
     pool: SuitePool,
@@ -274,9 +274,7 @@ def _finish(out: Path, results: Sequence[_PackageResult]) -> Made:
 def _tables(results: Sequence[_PackageResult]) -> str:
     by_package = {result.package: summed(list(result.bugs.yields.values())) for result in results}
     kinds = sorted({kind for result in results for kind in result.bugs.yields})
-    by_kind = {
-        kind: summed([result.bugs.yields.get(kind, Yield()) for result in results]) for kind in kinds
-    }
+    by_kind = {kind: summed([result.bugs.yields.get(kind, Yield()) for result in results]) for kind in kinds}
     drops: dict[str, int] = {}
     for result in results:
         for reason, number in result.bugs.drops.items():

@@ -5,6 +5,7 @@ pairs. It sees no positions, and need not break anything: the package's tests de
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import libcst as cst
 
@@ -31,15 +32,17 @@ _BOUNDARIES: Mapping[type[cst.CSTNode], str] = {
 _ORDERED = (cst.Subtract, cst.Divide, cst.FloorDivide, cst.Modulo, cst.Power, cst.LeftShift, cst.RightShift)
 _CALL_PAIRS = (
     ("startswith", "endswith"), ("min", "max"), ("any", "all"), ("lower", "upper"), ("lstrip", "rstrip"),
-    ("strip", "lstrip"), ("find", "rfind"), ("index", "rindex"), ("split", "rsplit"), ("append", "appendleft"),
-    ("partition", "rpartition"), ("ljust", "rjust"), ("popleft", "pop"), ("keys", "values"),
+    ("strip", "lstrip"), ("find", "rfind"), ("index", "rindex"), ("split", "rsplit"),
+    ("append", "appendleft"),    ("partition", "rpartition"), ("ljust", "rjust"), ("popleft", "pop"), ("keys", "values"),
     ("items", "keys"), ("union", "intersection"), ("add", "discard"), ("update", "setdefault"),
     ("append", "extend"), ("list", "set"), ("sorted", "list"), ("islower", "isupper"), ("floor", "ceil"),
     ("get", "pop"), ("match", "search"), ("start", "end"), ("isdigit", "isalpha"), ("title", "capitalize"),
     ("isinstance", "issubclass"), ("read", "readline"), ("reversed", "list"), ("difference", "union"),
 )  # fmt: skip
-_EXCEPTIONS = {"KeyError": "IndexError", "IndexError": "KeyError", "ValueError": "TypeError",
-               "TypeError": "ValueError", "AttributeError": "KeyError", "StopIteration": "IndexError"}  # fmt: skip
+_EXCEPTIONS = {
+    "KeyError": "IndexError", "IndexError": "KeyError", "ValueError": "TypeError",
+    "TypeError": "ValueError", "AttributeError": "KeyError", "StopIteration": "IndexError",
+}  # fmt: skip
 
 
 def _paired_calls() -> dict[str, list[str]]:
@@ -163,7 +166,7 @@ def _argument(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iterator[R
     if not isinstance(node, cst.Call):
         return
     plain = [arg for arg in node.args if not arg.star and arg.keyword is None]
-    for left, right in zip(plain, plain[1:], strict=False):
+    for left, right in pairwise(plain):
         yield (left.value, source.text(right.value)), (right.value, source.text(left.value))
     for arg in node.args:
         if arg.keyword is not None and isinstance(arg.value, cst.Name) and arg.value.value not in _CONSTANTS:
@@ -225,7 +228,9 @@ def _wrong_variable(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iter
 
 def _swapped_call(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iterator[Rewrite]:
     match node:
-        case cst.Call(func=cst.Attribute(value=cst.Name(value="self"), attr=name)) if name.value in scope.methods:
+        case cst.Call(func=cst.Attribute(value=cst.Name(value="self"), attr=name)) if (
+            name.value in scope.methods
+        ):
             arity = scope.methods[name.value]
             for other in sorted(scope.methods):
                 own = scope.name.rpartition(".")[2]
@@ -240,7 +245,9 @@ def _swapped_call(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iterat
 
 def _wrong_attribute(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iterator[Rewrite]:
     match node:
-        case cst.Attribute(value=cst.Name(value="self"), attr=attribute) if attribute.value in scope.attributes:
+        case cst.Attribute(value=cst.Name(value="self"), attr=attribute) if (
+            attribute.value in scope.attributes
+        ):
             for other in scope.attributes:
                 if other != attribute.value:
                     yield ((attribute, other),)
@@ -250,7 +257,7 @@ def _wrong_attribute(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Ite
 
 def _statement_order(node: cst.CSTNode, scope: Scope, source: SourceFile) -> Iterator[Rewrite]:
     if isinstance(node, cst.IndentedBlock):
-        for first, second in zip(node.body, node.body[1:], strict=False):
+        for first, second in pairwise(node.body):
             if _is_simple(first) and _is_simple(second):
                 yield (first, source.text(second)), (second, source.text(first))
 

@@ -148,7 +148,8 @@ def find_bugs(shop: Workshop, *, wanted: int, on_found: Callable[[int], None]) -
         on_found: is told how many there are after each one.
     """
     ledger = _Ledger()
-    num_combined = round(wanted * MULTI_PLACE_SHARE)
+    # Two bugs at least to combine.
+    num_combined = max(0, min(round(wanted * MULTI_PLACE_SHARE), wanted - 2))
     singles: list[ProvenBug] = []
     for bug in _singles(shop, wanted, ledger):
         singles.append(bug)

@@ -77,7 +77,11 @@ class Bench:
 
     def run(self, **options: object) -> SuiteRun:
         """Return a run in this tree."""
-        fixed = {"template": self.template, "paths": [self.layout.source_root], "modules": self.layout.modules}
+        fixed = {
+            "template": self.template,
+            "paths": [self.layout.source_root],
+            "modules": self.layout.modules,
+        }
         return SuiteRun(**fixed, **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -115,9 +119,7 @@ def find_suite(bench: Bench, runner: Runner, *, seed: int) -> Suite:
     if len(stable) < max(MIN_STABLE, num_run / 2):
         reasons = [*recorded.collection_errors, *(failure.message for failure in recorded.failures.values())]
         first = f"; the first failure: {reasons[0].splitlines()[0][:120]}" if reasons else ""
-        raise PackageError(
-            f"{bench.label}: {len(stable)} of {num_run} tests pass quickly and twice{first}"
-        )
+        raise PackageError(f"{bench.label}: {len(stable)} of {num_run} tests pass quickly and twice{first}")
     return _suite(stable, list(recorded.outcomes), recorded.lines)
 
 
@@ -125,7 +127,8 @@ def _tops(layout: Layout) -> list[str]:
     prefix = "" if layout.source_root == "." else f"{layout.source_root}/"
     singles = {path for path in layout.sources if path.removeprefix(prefix).count("/") == 0}
     return [
-        path if (path := f"{prefix}{module}.py") in singles else f"{prefix}{module}" for module in layout.modules
+        path if (path := f"{prefix}{module}.py") in singles else f"{prefix}{module}"
+        for module in layout.modules
     ]
 
 
@@ -193,4 +196,3 @@ def judge(buggy: SuiteReply, clean: SuiteReply | None) -> Verdict:
         pass_to_pass=tuple(buggy.of("passed")),
         run_s=run_s,
     )
-

@@ -21,9 +21,7 @@ def unified_patch(clean: Mapping[str, bytes], buggy: Mapping[str, bytes]) -> str
         buggy: path -> content of the files that change; each is UTF-8, and in `clean` too.
     """
     return "".join(
-        part
-        for path in sorted(buggy)
-        for part in _diff(path, _lines(clean[path]), _lines(buggy[path]))
+        part for path in sorted(buggy) for part in _diff(path, _lines(clean[path]), _lines(buggy[path]))
     )
 
 

@@ -6,9 +6,19 @@ A bug is a set of byte edits between spans, so every byte outside the edited nod
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import libcst as cst
 from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
+
+_BLOCKS = (
+    cst.BaseCompoundStatement,
+    cst.BaseSuite,
+    cst.Else,
+    cst.Finally,
+    cst.ExceptHandler,
+    cst.MatchCase,
+)
 
 type Definition = cst.FunctionDef | cst.ClassDef
 
@@ -32,7 +42,7 @@ def applied(source: bytes, edits: Sequence[Edit]) -> bytes:
 def overlap(edits: Sequence[Edit]) -> bool:
     """Return whether two of the edits touch the same bytes, or the same point between two."""
     ordered = sorted(edits)
-    return any(left.end >= right.start for left, right in zip(ordered, ordered[1:], strict=False))
+    return any(left.end >= right.start for left, right in pairwise(ordered))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +111,7 @@ class SourceFile:
         for member in members(self.module):
             if isinstance(member, cst.FunctionDef):
                 yield _function(member, member.name.value, (), {})
-            elif isinstance(member, cst.ClassDef):
+            else:
                 yield from _class(member)
 
 
@@ -110,9 +120,7 @@ def members(node: cst.CSTNode) -> Iterator[Definition]:
     for child in node.children:
         if isinstance(child, cst.FunctionDef | cst.ClassDef):
             yield child
-        elif isinstance(child, cst.BaseCompoundStatement | cst.BaseSuite | cst.Else | cst.Finally):
-            yield from members(child)
-        elif isinstance(child, cst.ExceptHandler):
+        elif isinstance(child, _BLOCKS):
             yield from members(child)
 
 
@@ -124,7 +132,9 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
             yield from walk(child)
 
 
-def _function(node: cst.FunctionDef, name: str, attributes: Sequence[str], methods: Mapping[str, int]) -> Scope:
+def _function(
+    node: cst.FunctionDef, name: str, attributes: Sequence[str], methods: Mapping[str, int]
+) -> Scope:
     variables = {found.name.value for found in walk(node.params) if isinstance(found, cst.Param)}
     for found in walk(node.body):
         match found:
@@ -134,9 +144,7 @@ def _function(node: cst.FunctionDef, name: str, attributes: Sequence[str], metho
                 variables.add(value)
             case _:
                 pass
-    return Scope(
-        name=name, node=node, variables=sorted(variables), attributes=attributes, methods=methods
-    )
+    return Scope(name=name, node=node, variables=sorted(variables), attributes=attributes, methods=methods)
 
 
 def _class(node: cst.ClassDef) -> Iterator[Scope]:
@@ -148,7 +156,9 @@ def _class(node: cst.ClassDef) -> Iterator[Scope]:
     used = {
         found.attr.value
         for found in walk(node)
-        if isinstance(found, cst.Attribute) and isinstance(found.value, cst.Name) and found.value.value == "self"
+        if isinstance(found, cst.Attribute)
+        and isinstance(found.value, cst.Name)
+        and found.value.value == "self"
     }
     attributes = sorted(used - methods.keys())
     yield Scope(name=node.name.value, node=node, variables=(), attributes=attributes, methods=methods)

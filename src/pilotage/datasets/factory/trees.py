@@ -12,10 +12,10 @@ from pathlib import PurePosixPath
 
 from pilotage.errors import PackageError
 
-_NO_PACKAGES = frozenset(
-    "benchmark benchmarks bench build demo demos dist doc docs example examples extras misc scripts test "
-    "testing tests tools".split()
-)
+_NO_PACKAGES = frozenset({
+    "benchmark", "benchmarks", "bench", "build", "demo", "demos", "dist", "doc", "docs", "example",
+    "examples", "extras", "misc", "scripts", "test", "testing", "tests", "tools",
+})  # fmt: skip
 _TEST_DIRECTORIES = frozenset({"test", "tests"})
 _TEST_FILE = re.compile(r"(test_.*|.*_test|conftest)\.py")
 _LICENCE = re.compile(r"(licen[cs]e|copying|notice|authors)([.-].*)?", re.IGNORECASE)
