@@ -20,6 +20,7 @@ _MAX_ERROR_LINES = 12
 _MAX_ERROR_LINE = 240
 _MAX_TITLE = 100
 _MAX_PARAMETER = 160
+_OF_PYTEST = frozenset({"Use -v to get more diff", "Use -v to get the full diff"})
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 _TEMPORARY = re.compile(r"/tmp/t/[\w.-]+/?|/tmp/(tree|tmpdir|home)/?")
 
@@ -119,7 +120,11 @@ def issue_text(told: Sequence[Symptom]) -> str:
 
 def _message_lines(message: str) -> tuple[str, ...]:
     text = _TEMPORARY.sub("", _ADDRESS.sub("0x...", message))
-    lines = [line[:_MAX_ERROR_LINE].rstrip() for line in text.splitlines() if line.strip()]
+    lines = [
+        line[:_MAX_ERROR_LINE].rstrip()
+        for line in text.splitlines()
+        if line.strip() and line.strip() not in _OF_PYTEST
+    ]
     if len(lines) > _MAX_ERROR_LINES:
         lines = [*lines[:_MAX_ERROR_LINES], "..."]
     return tuple(lines) or ("It fails without a message.",)

@@ -280,7 +280,9 @@ def _tables(results: Sequence[_PackageResult]) -> str:
         for reason, number in result.bugs.drops.items():
             drops[reason] = drops.get(reason, 0) + number
     dropped = "".join(f"| {reason} | {number} |\n" for reason, number in sorted(drops.items()))
+    counts = {result.package: str(len(result.records)) for result in results}
+    counts["all"] = str(sum(len(result.records) for result in results))
     return (
-        f"{yield_table('package', by_package, {})}\n{yield_table('kind', by_kind, {})}\n"
+        f"{yield_table('package', by_package, {'tasks': counts})}\n{yield_table('kind', by_kind, {})}\n"
         f"| dropped because | bugs |\n| --- | --- |\n{dropped}"
     )

@@ -33,7 +33,8 @@ _ORDERED = (cst.Subtract, cst.Divide, cst.FloorDivide, cst.Modulo, cst.Power, cs
 _CALL_PAIRS = (
     ("startswith", "endswith"), ("min", "max"), ("any", "all"), ("lower", "upper"), ("lstrip", "rstrip"),
     ("strip", "lstrip"), ("find", "rfind"), ("index", "rindex"), ("split", "rsplit"),
-    ("append", "appendleft"),    ("partition", "rpartition"), ("ljust", "rjust"), ("popleft", "pop"), ("keys", "values"),
+    ("append", "appendleft"), ("partition", "rpartition"), ("ljust", "rjust"), ("popleft", "pop"),
+    ("keys", "values"),
     ("items", "keys"), ("union", "intersection"), ("add", "discard"), ("update", "setdefault"),
     ("append", "extend"), ("list", "set"), ("sorted", "list"), ("islower", "isupper"), ("floor", "ceil"),
     ("get", "pop"), ("match", "search"), ("start", "end"), ("isdigit", "isalpha"), ("title", "capitalize"),

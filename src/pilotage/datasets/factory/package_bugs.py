@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import ceil
 
 from pilotage.datasets.factory.candidates import Candidate, applied_to, find_candidates, in_random_order
 from pilotage.datasets.factory.issue import Symptom, hidden_names, symptoms
@@ -23,8 +24,8 @@ from pilotage.localization import Places, gold_places
 MULTI_PLACE_SHARE = 0.36
 """Of the bugs, those that are combinations: a third, and a little for rounding."""
 MAX_PER_DEFINITION = 3
-MAX_USES = 2
-"""Combinations that one bug takes part in."""
+THREE_PLACE_SHARE = 0.3
+"""Of the combinations, those of three; the others are of two."""
 CAPPED_SHARE = 0.1
 """At most, of the bugs: those that end in a NameError, which a search for the name finds, and those that
 lack a statement."""
@@ -145,22 +146,27 @@ def find_bugs(shop: Workshop, *, wanted: int, on_found: Callable[[int], None]) -
     """Return up to `wanted` bugs in random order, at least a third of them combinations.
 
     Args:
-        on_found: is told how many there are after each one.
+        on_found: is told how many of the wanted ones the work done so far amounts to.
     """
     ledger = _Ledger()
     # Two bugs at least to combine.
     num_combined = max(0, min(round(wanted * MULTI_PLACE_SHARE), wanted - 2))
-    singles: list[ProvenBug] = []
-    for bug in _singles(shop, wanted, ledger):
-        singles.append(bug)
-        on_found(len(singles))
-        if len(singles) >= wanted - num_combined:
+    num_singles = wanted - num_combined
+    # With a few to spare, for those that hide one another.
+    num_parts = ceil(num_combined * (2 + THREE_PLACE_SHARE) * 1.15)
+    found: list[ProvenBug] = []
+    for bug in _singles(shop, num_singles + num_parts, ledger):
+        found.append(bug)
+        on_found(round(wanted * len(found) / (num_singles + num_parts + num_combined)))
+        if len(found) == num_singles + num_parts:
             break
-    combined: list[ProvenBug] = []
-    for bug in _combinations(shop, singles, min(num_combined, len(singles)), ledger):
-        combined.append(bug)
-        on_found(len(singles) + len(combined))
+    singles, parts = found[:num_singles], found[num_singles:]
+    if len(parts) < num_parts:
+        # Too few functions for bugs of their own: a bug may be a task and part of one other.
+        parts = found
+    combined = list(_combinations(shop, parts, num_combined, ledger))
     bugs = [*singles, *combined]
+    on_found(len(bugs))
     shop.rng("names").shuffle(bugs)
     return PackageBugs(bugs=tuple(bugs), yields=ledger.yields, drops=ledger.drops)
 
@@ -227,11 +233,12 @@ def _single(shop: Workshop, candidate: Candidate, verdict: Verdict) -> ProvenBug
 def _combinations(
     shop: Workshop, singles: Sequence[ProvenBug], wanted: int, ledger: _Ledger
 ) -> Iterator[ProvenBug]:
-    uses: Counter[int] = Counter()
+    """Yield up to `wanted` combinations, no bug in two of them."""
+    used: set[int] = set()
     num_found = 0
 
     def is_spent(chosen: tuple[int, ...]) -> bool:
-        return any(uses[index] >= MAX_USES for index in chosen)
+        return not used.isdisjoint(chosen)
 
     items = (chosen for chosen in _choices(shop, singles, wanted) if not is_spent(chosen))
     proofs = in_order(
@@ -245,7 +252,7 @@ def _combinations(
         if isinstance(bug, str):
             ledger.drops[bug] += 1
             continue
-        uses.update(chosen)
+        used.update(chosen)
         row.valid += 1
         row.kept += 1
         yield bug
@@ -259,8 +266,8 @@ def _choices(shop: Workshop, singles: Sequence[ProvenBug], wanted: int) -> Itera
     rng = shop.rng("combine")
     usable = [index for index, bug in enumerate(singles) if not bug.is_name_error]
     seen: set[tuple[int, ...]] = set()
-    for _ in range(20 * wanted):
-        size = 3 if rng.random() < 0.3 else 2
+    for _ in range(100 * wanted):
+        size = 3 if rng.random() < THREE_PLACE_SHARE else 2
         if len(usable) < size:
             continue
         chosen = tuple(sorted(rng.sample(usable, size)))

@@ -107,7 +107,7 @@ def find_suite(bench: Bench, runner: Runner, *, seed: int) -> Suite:
     Raises:
         PackageError: there are no tests, or they hang, die, or mostly fail.
     """
-    limits = {"cpu_s": SUITE_CPU_S, "wall_s": SUITE_WALL_S}
+    limits = {"cpu_s": SUITE_CPU_S, "test_wall_s": SUITE_WALL_S, "wall_s": SUITE_WALL_S}
     starts = [path if path.endswith(".py") else f"{path}/" for path in _tops(bench.layout)]
     recorded = runner.submit(bench.run(record=starts, keep_bytecode=True, **limits)).result()
     _refuse(bench.label, recorded)

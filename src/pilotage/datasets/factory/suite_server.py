@@ -107,11 +107,13 @@ class Results:
         if self._recorder:
             self._recorder.next_test(index)
         signal.setitimer(signal.ITIMER_PROF, self._request["cpu_s"])
+        signal.setitimer(signal.ITIMER_REAL, self._request["test_wall_s"])
         began = time.process_time()
         try:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             self.cpu_s[item.nodeid] = round(time.process_time() - began, 4)
 
     @pytest.hookimpl(wrapper=True)
@@ -201,6 +203,7 @@ def _run(request: dict[str, Any], reply: int) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGPROF, out_of_time)
+    signal.signal(signal.SIGALRM, out_of_time)
     results = Results(request, recorder)
     if recorder:
         recorder.start()

@@ -25,6 +25,8 @@ from pilotage.errors import PilotageError
 
 TEST_CPU_S = 3.0
 """Of one test that a bug may break. CPU time, so that a busy machine changes no verdict."""
+TEST_WALL_S = 10.0
+"""For those that wait for ever, which takes no CPU time."""
 RUN_WALL_S = 30.0
 SUITE_CPU_S = 60.0
 SUITE_WALL_S = 600.0
@@ -58,6 +60,7 @@ class SuiteRun:
     keep_bytecode: bool = False
     """Copy the bytecode of test files, which never change, back into the template."""
     cpu_s: float = TEST_CPU_S
+    test_wall_s: float = TEST_WALL_S
     wall_s: float = RUN_WALL_S
 
 
@@ -239,6 +242,7 @@ def _request(run: SuiteRun, tree: Path) -> bytes:
             "record": run.record,
             "keep_bytecode": run.keep_bytecode,
             "cpu_s": run.cpu_s,
+            "test_wall_s": run.test_wall_s,
             "wall_s": run.wall_s,
         }
     )
