@@ -77,6 +77,7 @@ CLASS = """class A(B, C):
 
     def f(self):
         self.x = self.y
+        self.y = self.read_only
         return self.g(1)
 
     def g(self, a): pass

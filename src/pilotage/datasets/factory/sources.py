@@ -55,7 +55,8 @@ class Scope:
     variables: Sequence[str]
     """Sorted: parameters and names that are assigned in the function."""
     attributes: Sequence[str]
-    """Sorted: what the class reads and writes of `self`, methods excluded."""
+    """Sorted: what the class assigns to `self`. One that is only read may not be there at run time, and the
+    error would name it."""
     methods: Mapping[str, int] = field(default_factory=dict[str, int])
     """Of the class: name -> number of parameters; none with a leading underscore twice."""
 
@@ -153,15 +154,19 @@ def _class(node: cst.ClassDef) -> Iterator[Scope]:
         for member in members(node.body)
         if isinstance(member, cst.FunctionDef)
     }
-    used = {
-        found.attr.value
-        for found in walk(node)
-        if isinstance(found, cst.Attribute)
-        and isinstance(found.value, cst.Name)
-        and found.value.value == "self"
-    }
-    attributes = sorted(used - methods.keys())
+    attributes = sorted(set(_assigned(node)) - methods.keys())
     yield Scope(name=node.name.value, node=node, variables=(), attributes=attributes, methods=methods)
     for member in members(node.body):
         if isinstance(member, cst.FunctionDef):
             yield _function(member, f"{node.name.value}.{member.name.value}", attributes, methods)
+
+
+def _assigned(node: cst.ClassDef) -> Iterator[str]:
+    for found in walk(node):
+        match found:
+            case cst.AssignTarget(target=cst.Attribute(value=cst.Name(value="self"), attr=name)):
+                yield name.value
+            case cst.AnnAssign(target=cst.Attribute(value=cst.Name(value="self"), attr=name)):
+                yield name.value
+            case _:
+                pass
