@@ -1,4 +1,7 @@
-"""Tasks: reading directories of Harbor tasks, and making localization tasks from installed packages.
+"""Tasks: reading directories of Harbor tasks, and making localization tasks from packages.
+
+`package_tasks` takes installed ones and proves nothing; `factory` takes source archives and proves each bug
+by the package's tests. `factory` needs libcst and pytest, so it is imported where it is used.
 
 Harbor's own validation happens where Harbor is (`rollouts`); here a directory is only checked for what
 every run needs, so that a wrong path is refused before anything starts.
