@@ -126,7 +126,7 @@ def make_bugs(factory: Factory, observer: FactoryObserver, stop: threading.Event
         scratch.mkdir()
         try:
             with SuitePool(factory.num_workers, scratch=scratch, stop=stop) as pool:
-                results = _all_packages(factory, state, pool, observer)
+                results = _all_packages(factory, state, pool, observer, stop)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         return _finish(factory.out, results)
@@ -165,10 +165,13 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _all_packages(
-    factory: Factory, state: Path, pool: SuitePool, observer: FactoryObserver
+    factory: Factory, state: Path, pool: SuitePool, observer: FactoryObserver, stop: threading.Event
 ) -> list[_PackageResult]:
     packages = sorted(factory.packages)
     share, rest = divmod(factory.num_tasks, len(packages))
+    wanted = {package: share + (number < rest) for number, package in enumerate(packages)}
+    for package in packages:
+        observer.on_progress(package, 0, wanted[package])
     # One package more than workers, so that no worker waits where a package is fetched or parsed.
     num_packages = factory.num_workers + 1
     with (
@@ -177,15 +180,14 @@ def _all_packages(
     ):
         futures = [
             coordinators.submit(
-                _one_package, factory, state, pool, threads, observer, package, share + (number < rest)
+                _one_package, factory, state, pool, threads, observer, package, wanted[package]
             )
-            for number, package in enumerate(packages)
+            for package in packages
         ]
         try:
             return [future.result() for future in futures]
         except BaseException:
-            for future in futures:
-                future.cancel()
+            stop.set()  # the others are not to finish what nobody will read
             raise
 
 
@@ -202,7 +204,6 @@ def _one_package(
     package: str,
     wanted: int,
 ) -> _PackageResult:
-    observer.on_progress(package, 0, wanted)
     try:
         shop = _open_shop(factory, state, pool, threads, package)
     except PackageError as error:

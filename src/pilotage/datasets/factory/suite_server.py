@@ -31,7 +31,7 @@ import pytest
 MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_MAX_MESSAGE = 4000
+_MAX_MESSAGE = 3000
 _libc = ctypes.CDLL(None)
 
 
