@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from pilotage.datasets.factory.suites import SUITE_CPU_S, SUITE_WALL_S, Failure, SuiteReply, SuiteRun
+from pilotage.datasets.factory.suites import SUITE_WALL_S, Failure, SuiteReply, SuiteRun
 from pilotage.datasets.factory.trees import Layout
 from pilotage.datasets.localization_tasks import write_files
 from pilotage.errors import PackageError
@@ -107,7 +107,7 @@ def find_suite(bench: Bench, runner: Runner, *, seed: int) -> Suite:
     Raises:
         PackageError: there are no tests, or they hang, die, or mostly fail.
     """
-    limits = {"cpu_s": SUITE_CPU_S, "test_wall_s": SUITE_WALL_S, "wall_s": SUITE_WALL_S}
+    limits = {"stop_at_timeout": False, "wall_s": SUITE_WALL_S}
     starts = [path if path.endswith(".py") else f"{path}/" for path in _tops(bench.layout)]
     recorded = runner.submit(bench.run(record=starts, keep_bytecode=True, **limits)).result()
     _refuse(bench.label, recorded)

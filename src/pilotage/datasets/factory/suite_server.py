@@ -173,7 +173,8 @@ def _limit(wall_s: float) -> None:
 
 
 def _arguments(request: dict[str, Any], scratch: Path) -> list[str]:
-    arguments = ["-p", "no:cacheprovider", "--color=no", "-q", "-o", "addopts=", f"--basetemp={scratch}/t"]
+    arguments = ["-p", "no:cacheprovider", "-p", "no:doctest", f"--basetemp={scratch}/t", "--color=no"]
+    arguments += ["--verbosity=0", "--maxfail=1000000"]
     # The other styles of traceback, which nobody reads, cost more than most tests.
     arguments += ["--rootdir=.", "--tb=native", "-W", "ignore::pytest.PytestConfigWarning"]
     if request["tests"] is None:
@@ -199,6 +200,8 @@ def _run(request: dict[str, Any], reply: int) -> None:
     recorder = LineRecorder(tree, request["record"]) if request["record"] else None
 
     def out_of_time(*_: object) -> None:
+        if not request["stop_at_timeout"]:
+            raise TimeoutError("the test takes too long")
         _write(reply, {"timed_out": True})
         os._exit(0)
 
@@ -207,7 +210,10 @@ def _run(request: dict[str, Any], reply: int) -> None:
     results = Results(request, recorder)
     if recorder:
         recorder.start()
-    pytest.main(_arguments(request, tree.parent), plugins=[results])
+    arguments = _arguments(request, tree.parent)
+    # The package's own options choose tests, but may also name plugins that are not here.
+    if pytest.main(arguments, plugins=[results]) == pytest.ExitCode.USAGE_ERROR:
+        pytest.main(["-o", "addopts=", *arguments], plugins=[results])
     _write(
         reply,
         {
