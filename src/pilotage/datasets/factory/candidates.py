@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from pilotage.datasets.factory.modifiers import CLASS_MODIFIERS, FUNCTION_MODIFIERS, Modifier, Target
-from pilotage.datasets.factory.sources import Edit, Scope, SourceFile, applied, overlap, walk
+from pilotage.datasets.factory.sources import Edit, Scope, SourceFile, applied, children, overlap, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def applied_to(clean: Mapping[str, bytes], candidates: Sequence[Candidate]) -> d
 
 
 def find_candidates(source: SourceFile) -> Iterator[Candidate]:
-    """Yield every rewrite that a modifier knows for a file's functions and classes, in source order."""
+    """Yield every rewrite that a modifier knows for a file's functions and classes."""
     seen: set[tuple[Edit, ...]] = set()
     for scope in source.scopes():
         for kind, edits, lines in _in_scope(scope, source):
@@ -118,7 +118,7 @@ def _statement_nodes(body: cst.CSTNode, source: SourceFile) -> Iterator[tuple[cs
     yield body, source.lines(body)[0]
 
     def inside(node: cst.CSTNode, line: int) -> Iterator[tuple[cst.CSTNode, int]]:
-        for child in node.children:
+        for child in children(node):
             if isinstance(child, cst.Annotation) or _is_docstring(child):
                 continue
             is_statement = isinstance(child, cst.SimpleStatementLine | cst.BaseCompoundStatement)
