@@ -164,6 +164,22 @@ def _locked(path: Path) -> Generator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floor:
+    """What all packages are made with."""
+
+    factory: Factory
+    state: Path
+    pool: SuitePool
+    threads: ThreadPoolExecutor
+    observer: FactoryObserver
+
+    @property
+    def lookahead(self) -> int:
+        """Proofs of one package that are under way at once: one more than workers, so that none waits."""
+        return self.factory.num_workers + 1
+
+
 def _all_packages(
     factory: Factory, state: Path, pool: SuitePool, observer: FactoryObserver, stop: threading.Event
 ) -> list[_PackageResult]:
@@ -173,17 +189,13 @@ def _all_packages(
     for package in packages:
         observer.on_progress(package, 0, wanted[package])
     # One package more than workers, so that no worker waits where a package is fetched or parsed.
-    num_packages = factory.num_workers + 1
+    num_at_once = factory.num_workers + 1
     with (
-        ThreadPoolExecutor(num_packages, thread_name_prefix="package") as coordinators,
-        ThreadPoolExecutor(num_packages * _lookahead(factory), thread_name_prefix="proof") as threads,
+        ThreadPoolExecutor(num_at_once, thread_name_prefix="package") as coordinators,
+        ThreadPoolExecutor(num_at_once * num_at_once, thread_name_prefix="proof") as threads,
     ):
-        futures = [
-            coordinators.submit(
-                _one_package, factory, state, pool, threads, observer, package, wanted[package]
-            )
-            for package in packages
-        ]
+        floor = _Floor(factory=factory, state=state, pool=pool, threads=threads, observer=observer)
+        futures = [coordinators.submit(_one_package, floor, package, wanted[package]) for package in packages]
         try:
             return [future.result() for future in futures]
         except BaseException:
@@ -191,27 +203,16 @@ def _all_packages(
             raise
 
 
-def _lookahead(factory: Factory) -> int:
-    return factory.num_workers + 1
-
-
-def _one_package(
-    factory: Factory,
-    state: Path,
-    pool: SuitePool,
-    threads: ThreadPoolExecutor,
-    observer: FactoryObserver,
-    package: str,
-    wanted: int,
-) -> _PackageResult:
+def _one_package(floor: _Floor, package: str, wanted: int) -> _PackageResult:
+    observer = floor.observer
     try:
-        shop = _open_shop(factory, state, pool, threads, package)
+        shop = _open_shop(floor, package)
     except PackageError as error:
         observer.say(str(error))
         observer.on_progress(package, 0, 0)
         return _PackageResult(package=package, failure=str(error))
     bugs = find_bugs(shop, wanted=wanted, on_found=lambda found: observer.on_progress(package, found, wanted))
-    records = tuple(_write(factory, shop, number, bugs) for number in range(len(bugs.bugs)))
+    records = tuple(_write(floor.factory, shop, number, bugs) for number in range(len(bugs.bugs)))
     observer.say(f"{package}: {len(records)} tasks from {len(shop.suite.stable)} stable tests")
     observer.on_progress(package, len(records), len(records))
     shared = package_record(shop.sdist, shop.bench.layout, shop.suite.stable)
@@ -221,28 +222,27 @@ def _one_package(
     )
 
 
-def _open_shop(
-    factory: Factory, state: Path, pool: SuitePool, threads: ThreadPoolExecutor, package: str
-) -> Workshop:
+def _open_shop(floor: _Floor, package: str) -> Workshop:
     name, _, version = package.partition("==")
+    factory = floor.factory
     sdist = fetch_sdist(name, version, index_url=factory.index_url, cache=factory.cache)
     layout = find_layout(package, sdist.files)
-    bench = set_up(package, layout, sdist.files, state / "scratch" / package)
-    journal = Journal(state, package)
+    bench = set_up(package, layout, sdist.files, floor.state / "scratch" / package)
+    journal = Journal(floor.state, package)
     key = digest(sdist.sha256, factory.seed)
     suite = journal.suite(key)
     if suite is None:
-        suite = find_suite(bench, pool, seed=factory.seed)
+        suite = find_suite(bench, floor.pool, seed=factory.seed)
         journal.keep_suite(key, suite)
     return Workshop(
         sdist=sdist,
         bench=bench,
         suite=suite,
         journal=journal,
-        runner=pool,
+        runner=floor.pool,
         seed=factory.seed,
-        threads=threads,
-        lookahead=_lookahead(factory),
+        threads=floor.threads,
+        lookahead=floor.lookahead,
     )
 
 

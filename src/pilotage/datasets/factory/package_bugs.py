@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from math import ceil
 
 from pilotage.datasets.factory.candidates import Candidate, applied_to, find_candidates, in_random_order
 from pilotage.datasets.factory.issue import Symptom, hidden_names, symptoms
@@ -24,6 +23,8 @@ from pilotage.localization import Places, gold_places
 MULTI_PLACE_SHARE = 0.36
 """Of the bugs, those that are combinations: a third, and a little for rounding."""
 MAX_PER_DEFINITION = 3
+MAX_USES = 2
+"""Combinations that one bug takes part in."""
 THREE_PLACE_SHARE = 0.3
 """Of the combinations, those of three; the others are of two."""
 CAPPED_SHARE = 0.1
@@ -146,27 +147,23 @@ def find_bugs(shop: Workshop, *, wanted: int, on_found: Callable[[int], None]) -
     """Return up to `wanted` bugs in random order, at least a third of them combinations.
 
     Args:
-        on_found: is told how many of the wanted ones the work done so far amounts to.
+        on_found: is told how many there are after each one.
     """
     ledger = _Ledger()
     # Two bugs at least to combine.
     num_combined = max(0, min(round(wanted * MULTI_PLACE_SHARE), wanted - 2))
     num_singles = wanted - num_combined
-    # With a few to spare, for those that hide one another.
-    num_parts = ceil(num_combined * (2 + THREE_PLACE_SHARE) * 1.15)
-    found: list[ProvenBug] = []
-    for bug in _singles(shop, num_singles + num_parts, ledger):
-        found.append(bug)
-        on_found(round(wanted * len(found) / (num_singles + num_parts + num_combined)))
-        if len(found) == num_singles + num_parts:
+    singles: list[ProvenBug] = []
+    for bug in _singles(shop, wanted, ledger):
+        singles.append(bug)
+        on_found(len(singles))
+        if len(singles) == num_singles:
             break
-    singles, parts = found[:num_singles], found[num_singles:]
-    if len(parts) < num_parts:
-        # Too few functions for bugs of their own: a bug may be a task and part of one other.
-        parts = found
-    combined = list(_combinations(shop, parts, num_combined, ledger))
+    combined: list[ProvenBug] = []
+    for bug in _combinations(shop, singles, min(num_combined, len(singles)), ledger):
+        combined.append(bug)
+        on_found(len(singles) + len(combined))
     bugs = [*singles, *combined]
-    on_found(len(bugs))
     shop.rng("names").shuffle(bugs)
     return PackageBugs(bugs=tuple(bugs), yields=ledger.yields, drops=ledger.drops)
 
@@ -233,12 +230,12 @@ def _single(shop: Workshop, candidate: Candidate, verdict: Verdict) -> ProvenBug
 def _combinations(
     shop: Workshop, singles: Sequence[ProvenBug], wanted: int, ledger: _Ledger
 ) -> Iterator[ProvenBug]:
-    """Yield up to `wanted` combinations, no bug in two of them."""
-    used: set[int] = set()
+    """Yield up to `wanted` combinations of bugs that are tasks of their own."""
+    uses: Counter[int] = Counter()
     num_found = 0
 
     def is_spent(chosen: tuple[int, ...]) -> bool:
-        return not used.isdisjoint(chosen)
+        return any(uses[index] >= MAX_USES for index in chosen)
 
     items = (chosen for chosen in _choices(shop, singles, wanted) if not is_spent(chosen))
     proofs = in_order(
@@ -252,7 +249,7 @@ def _combinations(
         if isinstance(bug, str):
             ledger.drops[bug] += 1
             continue
-        used.update(chosen)
+        uses.update(chosen)
         row.valid += 1
         row.kept += 1
         yield bug

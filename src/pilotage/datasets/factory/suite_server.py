@@ -32,6 +32,16 @@ MEMORY_BYTES = 2 << 30
 FILE_BYTES = 64 << 20
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_MESSAGE = 3000
+_LIKELY = (
+    "asyncio", "calendar", "collections.abc", "concurrent.futures", "configparser", "copy", "csv", "ctypes",
+    "datetime", "decimal", "difflib", "doctest", "email.message", "fractions", "functools", "gettext",
+    "getpass", "hashlib", "heapq", "html.parser", "http.client", "http.server", "inspect", "json", "locale",
+    "logging.handlers", "multiprocessing", "pickle", "platform", "pprint", "queue", "shelve", "shlex",
+    "socket", "socketserver", "sqlite3", "ssl", "statistics", "string", "struct", "subprocess", "tarfile",
+    "textwrap", "timeit", "tomllib", "tty", "typing", "unittest.mock", "urllib.request", "uuid", "weakref",
+    "xml.dom.minidom", "xml.etree.ElementTree", "zipfile", "zoneinfo",
+)  # fmt: skip
+"""Of the standard library, what packages and their tests import: once here, not in every child."""
 _libc = ctypes.CDLL(None)
 
 
@@ -291,8 +301,9 @@ def _warm_up() -> None:
     """Import what pytest would import in every child."""
     from _pytest.config import default_plugins
 
-    for name in (*(f"_pytest.{plugin}" for plugin in default_plugins), "unittest.mock", "difflib"):
-        importlib.import_module(name)
+    for name in (*(f"_pytest.{plugin}" for plugin in default_plugins), *_LIKELY):
+        with contextlib.suppress(ImportError):  # a Python that was built without it
+            importlib.import_module(name)
     gc.freeze()
 
 
