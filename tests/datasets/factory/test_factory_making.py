@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.datasets.factory.toy import FILES, SOURCES, TESTS, add_to_index, archive
+from tests.datasets.factory.toy import FILES, SOURCES, add_to_index, archive
 
 from pilotage.cli import main
 from pilotage.datasets import load_tasks
@@ -277,5 +277,31 @@ def test_wrong_arguments_are_one_line(
     assert not (tmp_path / "tasks").exists()
 
 
-def test_the_tests_of_the_toy_are_no_part_of_its_package() -> None:
-    assert not any(path.startswith("toybox/") for path in TESTS)
+def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['libcst'] = None; from pilotage.cli import main\n"
+        f"sys.exit(main(['data', 'make-bugs', 'a==1', '--out', {str(tmp_path / 'out')!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("; install it with `pip install 'pilotage[factory]'` or `make install`")
+
+
+def test_an_interrupted_command_ends_soon_and_says_so(index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tasks"
+    command = [sys.executable, "-m", "pilotage", "data", "make-bugs", "toybox==1.0", "--out", str(out)]
+    running = subprocess.Popen(
+        command,
+        env={**os.environ, "PIP_INDEX_URL": index.as_uri(), "XDG_CACHE_HOME": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / ".factory" / "toybox==1.0.suite").exists():
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert errors.splitlines()[-1] == "pilotage: interrupted"
+    assert not (out / ".factory" / "scratch").exists()
