@@ -233,15 +233,15 @@ def test_wrong_packages_are_told_one_line_each_and_the_others_go_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     packages = ["toybox==1.0", "nothing==1.0", "untested==1.0", "toybox-none==9.0"]
     out = str(tmp_path / "tasks")
-    assert main(["data", "make-bugs", *packages, "--out", out, "--tasks", "12", "--workers", "1"]) == 0
+    assert main(["data", "make-bugs", *packages, "--out", out, "--tasks", "16", "--workers", "1"]) == 0
     printed = capsys.readouterr()
     assert sorted(printed.err.splitlines()) == [
         "nothing==1.0: the index has no such package",
         "toybox-none==9.0: the index has no such package",
-        "toybox==1.0: 3 tasks from 8 stable tests",
+        "toybox==1.0: 4 tasks from 8 stable tests",
         "untested==1.0: no test in its source archive can be run",
     ]
-    assert printed.out.splitlines()[-1].startswith(f"3 tasks in {out}: 1 of several places, ")
+    assert printed.out.splitlines()[-1].startswith(f"4 tasks in {out}: 1 of several places, ")
     assert printed.out.splitlines()[-1].endswith("; 3 packages gave none")
     assert "| toybox==1.0 |" in printed.out
 
