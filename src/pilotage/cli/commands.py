@@ -20,10 +20,10 @@ _EXTRAS = {
     "litellm": "agents",
     "datasets": "data",
     "unidiff": "data",
+    "libcst": "factory",
+    "pytest": "factory",
 }
-"""Package that may be missing -> extra that brings it; any other is the local engine's."""
-_EXTRAS = {"harbor": "agents", "openhands": "agents", "libcst": "factory", "pytest": "factory"}
-"""Module -> extra that brings it; any other is of `local`."""
+"""Module that may be missing -> extra that brings it; any other is of `local`."""
 _DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 
@@ -48,7 +48,6 @@ def run(argv: list[str]) -> int:
     except BaseExceptionGroup as group:
         return _fail_group(group)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").split(".")[0], "local")
         extra = _EXTRAS.get((error.name or "").partition(".")[0], "local")
         return _fail(f"{error}; install it with `pip install 'pilotage[{extra}]'` or `make install`", 2)
 
@@ -104,17 +103,27 @@ def _add_data(commands: _Commands) -> None:
     demo.add_argument("--held-out", type=int, default=32, metavar="N", help="held-out tasks (%(default)s)")
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(command=("data", "demo"))
-    _add_swe_smith(data)
     check = data.add_parser("check", help="run each task's oracle, and look for what gives it away")
     check.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
     check.add_argument("--environment", default="host", metavar="NAME", help="as in a recipe (%(default)s)")
     check.add_argument("--concurrency", type=int, default=4, metavar="N", help="tasks at once (%(default)s)")
     check.set_defaults(command=("data", "check"))
-    return parser
+    _add_swe_smith(data)
+    _add_make_bugs(data)
 
 
-def _add_swe_smith(kinds: "_Commands") -> None:
-    swe_smith = kinds.add_parser("swe-smith", help="localization tasks from SWE-smith rows")
+def _add_make_bugs(data: _Commands) -> None:
+    bugs = data.add_parser("make-bugs", help="localization tasks from source archives, proven by their tests")
+    bugs.add_argument("packages", nargs="+", metavar="PACKAGE==VERSION", help="its own tests are run here")
+    bugs.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, or of a run to go on with")
+    bugs.add_argument("--tasks", type=int, default=300, metavar="N", help="over all packages (%(default)s)")
+    bugs.add_argument("--seed", type=int, default=0)
+    bugs.add_argument("--workers", type=int, metavar="N", help="processes that run tests; default: the cores")
+    bugs.set_defaults(command=("data", "make_bugs"))
+
+
+def _add_swe_smith(data: _Commands) -> None:
+    swe_smith = data.add_parser("swe-smith", help="localization tasks from SWE-smith rows")
     swe_smith.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="summary.json, train/, held_out/"
     )
@@ -144,17 +153,6 @@ def _add_swe_smith(kinds: "_Commands") -> None:
     )
     swe_smith.add_argument("--seed", type=int, default=0, help="of the split")
     swe_smith.set_defaults(command=("data", "swe_smith"))
-
-
-type _Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-    bugs = data.add_parser("make-bugs", help="localization tasks from source archives, proven by their tests")
-    bugs.add_argument("packages", nargs="+", metavar="PACKAGE==VERSION", help="its own tests are run here")
-    bugs.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, or of a run to go on with")
-    bugs.add_argument("--tasks", type=int, default=300, metavar="N", help="over all packages (%(default)s)")
-    bugs.add_argument("--seed", type=int, default=0)
-    bugs.add_argument("--workers", type=int, metavar="N", help="processes that run tests; default: the cores")
-    bugs.set_defaults(command=("data", "make_bugs"))
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:

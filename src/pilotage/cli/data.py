@@ -5,17 +5,15 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
-import os
-import shutil
-import threading
-from pathlib import Path
 
 from pilotage.errors import ConfigError
 from pilotage.files import write_atomically
@@ -183,6 +181,8 @@ async def check(arguments: argparse.Namespace) -> int:
     bad = sum(bool(found.findings) for found in checked)
     print(f"{len(tasks)} tasks checked, {bad} with findings")
     return 1 if bad else 0
+
+
 async def make_bugs(arguments: argparse.Namespace) -> int:
     """Make tasks from source archives, or go on making them; 1 where there is not one."""
     from pilotage.cli.progress import PackagesProgress
