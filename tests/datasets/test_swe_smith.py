@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pilotage.cli import main
+from pilotage.datasets.patches import PatchError, apply_patch, git_blob, read_patch
 from pilotage.datasets.swe_smith import (
     SWE_SMITH,
     CloneTrees,
@@ -24,7 +25,6 @@ from pilotage.datasets.swe_smith import (
     read_rows,
     write_swe_smith_tasks,
 )
-from pilotage.datasets.swe_smith.patches import PatchError, apply_patch, git_blob, read_patch
 from pilotage.datasets.swe_smith.rows import Orientation, read_instance_id
 from pilotage.datasets.swe_smith.trees import NoTreeError, two_versions
 from pilotage.errors import ConfigError
@@ -307,12 +307,12 @@ def test_the_command_writes_tasks_and_counts_what_it_drops(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", index.as_uri())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     records = [raw(1), raw(2, problem_statement=""), raw(3, patch=patch_between("y = 1\n", "y = 2\n"))]
     parquet = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(records), parquet)
     out = tmp_path / "out"
     command = ["data", "swe-smith", "--out", str(out), "--parquet", str(parquet), "--held-out", "0"]
-    command += ["--cache", str(tmp_path / "cache")]
 
     for _ in range(2):  # a second run finds what the first wrote
         assert main(command) == 0

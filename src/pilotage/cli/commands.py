@@ -120,6 +120,10 @@ def _add_make_bugs(data: _Commands) -> None:
     bugs.add_argument("--seed", type=int, default=0)
     bugs.add_argument("--workers", type=int, metavar="N", help="processes that run tests; default: the cores")
     bugs.set_defaults(command=("data", "make_bugs"))
+    repairs = data.add_parser("make-repairs", help="repair tasks from bugs that make-bugs has proven")
+    repairs.add_argument("bugs", type=Path, metavar="DIR", help="what make-bugs wrote")
+    repairs.add_argument("--out", type=Path, required=True, metavar="DIR")
+    repairs.set_defaults(command=("data", "make_repairs"))
 
 
 def _add_swe_smith(data: _Commands) -> None:
@@ -147,9 +151,6 @@ def _add_swe_smith(data: _Commands) -> None:
         choices=("zero", "match"),
         default="zero",
         help="worth of a level without gold (%(default)s)",
-    )
-    swe_smith.add_argument(
-        "--cache", type=Path, default=Path("tasks/cache"), metavar="DIR", help="(%(default)s)"
     )
     swe_smith.add_argument("--seed", type=int, default=0, help="of the split")
     swe_smith.set_defaults(command=("data", "swe_smith"))

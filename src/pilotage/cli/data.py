@@ -67,7 +67,7 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
     _print_counts(checked.drops)
     if not checked.rows:
         raise ConfigError("no row is left to make a task of")
-    trees = _trees(arguments.clone_from, arguments.cache)
+    trees = _trees(arguments.clone_from)
     options = TaskOptions(held_out_fraction=arguments.held_out, seed=arguments.seed, empty=arguments.empty)
     tasks_directory = arguments.export_swe_smith_to or arguments.out
     with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -89,13 +89,18 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
     return 0 if summary.written else 1
 
 
-def _trees(clone_from: str | None, cache: Path) -> "TreeSource":
+def _cache(kind: str) -> Path:
+    """Return where downloads of a kind are kept, for every command and run of this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pilotage" / kind
+
+
+def _trees(clone_from: str | None) -> "TreeSource":
     from pilotage.datasets.sdists import configured_index
     from pilotage.datasets.swe_smith import CloneTrees, SdistTrees
 
     if clone_from is not None:
-        return CloneTrees(base_url=clone_from, clones=cache / "clones")
-    return SdistTrees(index_url=configured_index(), cache=cache / "sdists")
+        return CloneTrees(base_url=clone_from, clones=_cache("clones"))
+    return SdistTrees(index_url=configured_index(), cache=_cache("sdists"))
 
 
 def _print_tasks(summary: "TaskSummary", directory: Path) -> None:
@@ -197,7 +202,7 @@ async def make_bugs(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         num_workers=os.cpu_count() or 1 if arguments.workers is None else arguments.workers,
         index_url=configured_index(),
-        cache=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pilotage" / "sdists",
+        cache=_cache("sdists"),
     )
     stop = threading.Event()
     try:
@@ -212,3 +217,19 @@ async def make_bugs(arguments: argparse.Namespace) -> int:
         f" {made.num_name_errors} that end in a NameError; {len(made.failures)} packages gave none"
     )
     return 0 if made.num_tasks else 1
+
+
+async def make_repairs(arguments: argparse.Namespace) -> int:
+    """Write repair tasks from the bugs of the factory."""
+    from pilotage.datasets.repair_tasks import write_repair_tasks
+    from pilotage.datasets.sdists import configured_index
+
+    count = await asyncio.to_thread(
+        write_repair_tasks,
+        arguments.bugs,
+        arguments.out,
+        index_url=configured_index(),
+        cache=_cache("sdists"),
+    )
+    print(f"{count} repair tasks in {arguments.out}")
+    return 0 if count else 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pilotage.datasets.localization_tasks import BUILD_FILES
+from pilotage.datasets.localization_tasks import BUILD_FILES, issue_of
 from pilotage.errors import TaskError
 from pilotage.localization import (
     BASELINES,
@@ -76,7 +76,7 @@ def score_baselines(tasks: Sequence[Task], methods: Sequence[str] = BASELINES) -
     scores: dict[str, list[Score]] = {method: [] for method in (*methods, "gold")}
     for task in tasks:
         gold, empty = read_gold(task.path)
-        issue = (task.path / "instruction.md").read_text()
+        issue = issue_of((task.path / "instruction.md").read_text())
         functions = functions_of(read_tree(task.path))
         index = Bm25(functions)
         for method in methods:

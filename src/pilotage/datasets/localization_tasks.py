@@ -7,6 +7,7 @@ The agent sees the tree alone: no history, no diff, equal times. Gold lives in `
 after the agent has stopped, and in the oracle's `solution/`.
 """
 
+import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,6 +63,15 @@ nothing else. If you have no such tool, write {{"locations": [...]}} as JSON to 
 """
 
 
+_ISSUE = re.compile(r"<issue>\n(.*)\n</issue>", re.DOTALL)
+
+
+def issue_of(instruction: str) -> str:
+    """Return the issue of an instruction; one that has no frame around it is all issue."""
+    found = _ISSUE.search(instruction)
+    return found.group(1) if found else instruction
+
+
 def localization_instruction(issue: str) -> str:
     """Return what a general agent is told: the issue, and how to hand in."""
     return _INSTRUCTION.format(issue=issue.strip())
@@ -94,7 +104,12 @@ def dockerfile(paths: Iterable[str], *, setup: Sequence[str] = ()) -> str:
 
 
 def harbor_settings(
-    name: str, description: str, metadata: Mapping[str, MetadataValue], *, agent_timeout_s: float
+    name: str,
+    description: str,
+    metadata: Mapping[str, MetadataValue],
+    *,
+    agent_timeout_s: float,
+    verifier_timeout_s: float = 60.0,
 ) -> str:
     """Return the text of a task.toml of Harbor's schema 1.4, for a sandbox without network."""
     return tomli_w.dumps(
@@ -103,7 +118,7 @@ def harbor_settings(
             "task": {"name": f"pilotage/{name}", "description": description},
             "metadata": dict(metadata),
             "agent": {"timeout_sec": agent_timeout_s},
-            "verifier": {"timeout_sec": 60.0},
+            "verifier": {"timeout_sec": verifier_timeout_s},
             "environment": {
                 "workdir": WORKDIR,
                 "network_mode": "no-network",

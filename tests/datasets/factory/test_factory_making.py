@@ -17,6 +17,7 @@ from tests.datasets.factory.toy import FILES, SOURCES, add_to_index, archive
 from pilotage.cli import main
 from pilotage.datasets import load_tasks
 from pilotage.datasets.factory import Factory, Made, make_bugs
+from pilotage.datasets.localization_tasks import issue_of
 from pilotage.errors import ConfigError
 
 NUM_TASKS = 8
@@ -144,8 +145,8 @@ def test_the_agent_sees_the_buggy_package_alone(out: Path) -> None:
 
 def test_the_issue_names_no_test_and_no_gold_file(out: Path) -> None:
     for record in records_of(out):
-        text = (out / str(record["name"]) / "instruction.md").read_text()
-        assert text == record["issue"]
+        text = issue_of((out / str(record["name"]) / "instruction.md").read_text())
+        assert text == str(record["issue"]).strip()
         assert "test_" not in text
         gold = record["gold"]
         assert isinstance(gold, dict)

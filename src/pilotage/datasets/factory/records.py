@@ -8,7 +8,7 @@ from difflib import unified_diff
 from pilotage.datasets.factory.issue import issue_text, leaks
 from pilotage.datasets.factory.package_bugs import ProvenBug
 from pilotage.datasets.factory.trees import Layout
-from pilotage.datasets.localization_tasks import LocalizationTask
+from pilotage.datasets.localization_tasks import LocalizationTask, localization_instruction
 from pilotage.datasets.sdists import Sdist
 
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
@@ -42,7 +42,7 @@ def task_of(name: str, bug: ProvenBug, sdist: Sdist, layout: Layout, *, seed: in
     return LocalizationTask(
         name=name,
         description=f"Find the place of a bug in {sdist.name}",
-        instruction=text,
+        instruction=localization_instruction(text),
         tree={path: bug.changed.get(path, sdist.files[path]) for path in layout.visible},
         gold=bug.gold,
         empty="match",

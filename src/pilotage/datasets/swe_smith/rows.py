@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pilotage.datasets.swe_smith.patches import Patch, PatchError, read_patch
+from pilotage.datasets.patches import Patch, PatchError, read_patch
 from pilotage.errors import ConfigError
 from pilotage.localization import Places, gold_of_changes
 

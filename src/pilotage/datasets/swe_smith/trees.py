@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from pilotage.datasets.patches import Patch, PatchError, apply_patch, git_blob
 from pilotage.datasets.sdists import fetch_sdist, list_sdists
-from pilotage.datasets.swe_smith.patches import Patch, PatchError, apply_patch, git_blob
 from pilotage.datasets.swe_smith.rows import Orientation, Row
 from pilotage.errors import PackageError
 
