@@ -91,11 +91,14 @@ def drive(task: Task, base: Path, count: int, workers: int) -> None:
     os._exit(0)
 
 
-def namespaces(identities: Sequence[ProcessIdentity]) -> set[str]:
+def namespaces(identities: Sequence[ProcessIdentity], held: contextlib.ExitStack) -> set[str]:
+    """Return the process namespaces of the batch; `held` keeps their names from being given out again."""
     found: set[str] = set()
     for identity in identities:
         with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/{identity.pid}/ns/pid"))
+            path = Path(f"/proc/{identity.pid}/ns/pid")
+            held.enter_context(path.open("rb"))
+            found.add(os.readlink(path))
     return found - {os.readlink("/proc/self/ns/pid")}
 
 
@@ -151,6 +154,13 @@ def strike(kind: str, driver: int, sandboxes: list[ProcessIdentity], rng: random
 
 def run_batch(kind: str, task: Task, base: Path, count: int, rng: random.Random) -> BatchResult:
     """Run one driver with one victim, sweep as the next start does, and look for leftovers."""
+    with contextlib.ExitStack() as held:
+        return _run_batch(kind, task, base, count, rng, held)
+
+
+def _run_batch(
+    kind: str, task: Task, base: Path, count: int, rng: random.Random, held: contextlib.ExitStack
+) -> BatchResult:
     started = time.monotonic()
     for name in ("outcomes", "trials"):
         (base / name).mkdir(parents=True, exist_ok=True)
@@ -161,7 +171,7 @@ def run_batch(kind: str, task: Task, base: Path, count: int, rng: random.Random)
     sandboxes = wait_for_sandboxes(min(2, count), driver)
     time.sleep(rng.uniform(0.0, 1.0))
     sandboxes = [process for process in sandboxes if is_running(process)] or sandboxes
-    spaces = namespaces(sandboxes)
+    spaces = namespaces(sandboxes, held)
     strike(kind, driver, sandboxes, rng)
     os.waitpid(driver, 0)
     sweep()

@@ -40,7 +40,8 @@ _TEST_SH = f"""#!/bin/bash
 cp -r /tests/tree/. {WORKDIR}/
 cd {WORKDIR}
 PYTHONPATH="{WORKDIR}/__ROOT__:/tests/site" PYTHONDONTWRITEBYTECODE=1 \\
-    python3 -m pytest -q --color=no -p no:cacheprovider --import-mode=importlib @/tests/selected.txt
+    python3 -m pytest -q --color=no -p no:cacheprovider --rootdir=. -W ignore::pytest.PytestConfigWarning \\
+        @/tests/selected.txt
 if [ $? -eq 0 ]; then reward=1; else reward=0; fi
 echo "{{\\"reward\\": $reward}}" > /logs/verifier/reward.json
 """
