@@ -23,6 +23,26 @@ def toml(old: str, new: str) -> Callable[[Path], object]:
     return change
 
 
+def nothing(task: Path) -> None:
+    """Leave the task as it is."""
+
+
+def broken_toml(task: Path) -> None:
+    (task / "task.toml").write_text("x")
+
+
+def without_tests(task: Path) -> None:
+    (task / "tests" / "test.sh").unlink()
+
+
+def blank(task: Path) -> None:
+    (task / "instruction.md").write_text(" \n")
+
+
+def without_environment(task: Path) -> None:
+    shutil.rmtree(task / "environment")
+
+
 def link(target: str) -> Callable[[Path], object]:
     return lambda task: (task / "environment" / "pkg" / "out").symlink_to(target)
 
@@ -30,7 +50,7 @@ def link(target: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda task: None,
+        nothing,
         toml("[environment]\n", '[environment]\nmemory = "8G"\n'),
         toml('schema_version = "1.4"', 'version = "1.0"'),
         link("mod.py"),
@@ -53,11 +73,11 @@ def test_a_task_that_can_be_run_has_no_complaint(change: Callable[[Path], object
         ),
         (toml("30.0", '"x"'), "task.toml: verifier.timeout_sec: Input should be a valid number"),
         (toml("toy/", "no name/"), "task.toml: task.name: Value error, Package name must be"),
-        (lambda task: (task / "task.toml").write_text("x"), "Expected '=' after a key"),
-        (lambda task: (task / "tests" / "test.sh").unlink(), "does not contain tests/test.sh"),
-        (lambda task: (task / "instruction.md").write_text(" \n"), "instruction.md is blank"),
+        (broken_toml, "Expected '=' after a key"),
+        (without_tests, "does not contain tests/test.sh"),
+        (blank, "instruction.md is blank"),
         (
-            lambda task: shutil.rmtree(task / "environment"),
+            without_environment,
             "neither an environment/ directory nor a docker_image",
         ),
         (link("/etc/passwd"), "environment/pkg/out is a link that leads out of the task"),

@@ -17,6 +17,7 @@ from pilotage.types import SessionAccess, Task
 
 _NO_MODEL = SessionAccess(base_url="http://127.0.0.1:9/v1", api_key="none", model="openai/none")
 _TOLERANCE = 1e-9
+_MAX_PROBLEM_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +66,10 @@ def _spec(task: Task, agent: AgentChoice, environment: EnvironmentChoice, trials
 
 
 def _problem(report: TrialReport) -> str:
+    problem = report.reward_problem or "no reward"
     if report.fault is not None:
-        return f"{report.fault.kind}: {report.fault.message}"
-    return report.reward_problem or "no reward"
+        problem = f"{report.fault.kind}: {report.fault.message}"
+    return " ".join(problem.split())[:_MAX_PROBLEM_CHARS]
 
 
 def _oracle_findings(report: TrialReport, most: float | None) -> list[str]:

@@ -7,7 +7,6 @@ left to the proxy, retries few and quick.
 
 import asyncio
 import uuid
-from collections import Counter
 from dataclasses import dataclass
 
 from openhands.sdk import LLM, Agent, Conversation, LocalConversation
@@ -136,14 +135,14 @@ def _facts(
         for event in events
         if isinstance(event, ActionEvent | MessageEvent) and event.source == "agent"
     ]
-    calls = Counter(event.llm_response_id for event in events if isinstance(event, ActionEvent))
+    calls = [event.llm_response_id for event in events if isinstance(event, ActionEvent)]
     cause = error.__cause__ if error is not None else None
     return AgentFacts(
         stop_reason=_stop_reason(conversation, events, cause),
         turns=len(set(replies)),
         hand_ins=tuple(session.hand_ins),
         rejected_hand_ins=session.rejected_hand_ins,
-        last_turn_calls=calls[replies[-1]] if replies else 0,
+        last_turn_calls=sum(call == replies[-1] for call in calls) if replies else 0,
         last_message=_last_message(events)[:_MAX_FACT_CHARS],
         error=f"{type(cause).__name__}: {cause}"[:_MAX_FACT_CHARS] if cause is not None else "",
     )
