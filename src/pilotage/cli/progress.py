@@ -9,7 +9,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pilotage.types import Rollout
 
 
-class TerminalObserver:
+class _Bar:
+    """A bar that is shown while its context is open, and lines above it."""
+
+    _progress: Progress
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
+
+class TerminalObserver(_Bar):
     """An `Observer`; where the output is no terminal, only the lines are printed."""
 
     def __init__(self, *, num_steps: int) -> None:
@@ -25,19 +44,6 @@ class TerminalObserver:
         )
         self._bar = self._progress.add_task("starting", total=None, reward="")
         self._rewards: list[float] = []
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def say(self, text: str) -> None:
-        """Print one line above the bar."""
-        self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def on_phase(self, phase: str, step: int, total: int) -> None:
         """See `Observer`."""
@@ -57,7 +63,7 @@ class TerminalObserver:
         self.say(step_line(record, self._num_steps))
 
 
-class PackagesProgress:
+class PackagesProgress(_Bar):
     """A bar over what all packages shall give, and a line for each one done; safe from several threads."""
 
     def __init__(self) -> None:
@@ -73,19 +79,6 @@ class PackagesProgress:
         )
         self._bar = self._progress.add_task("fetching", total=None)
         self._counts: dict[str, tuple[int, int]] = {}
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def say(self, text: str) -> None:
-        """Print one line above the bar."""
-        self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def on_progress(self, package: str, found: int, wanted: int) -> None:
         """Show that a package has so many bugs of those wanted."""

@@ -8,26 +8,20 @@ is the library in this process: the model is called from here, and each command 
 import asyncio
 import concurrent.futures
 import importlib
-import inspect
-import os
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast, override
 
-from harbor.agents.agent_auth_resolution import ResolvedModelConnection
-from harbor.agents.base import BaseAgent
-from harbor.agents.capabilities import AgentCapabilities
-from harbor.agents.options import AgentOptions
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from pydantic import Field
 
 from pilotage.errors import ConfigError
+from pilotage.rollouts.driver_agent import DriverAgent, DriverAgentOptions
 from pilotage.rollouts.report import AgentFacts, EnvironmentLostError, StopReason
 from pilotage.rollouts.third_party import prepare
 
-_HARBOR_ARGUMENTS = set(inspect.signature(BaseAgent.__init__).parameters) - {"base_url"}
 _HAND_IN = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """First line of a command's output with which the policy ends the task; the library's own word."""
 _STOP_REASONS = {
@@ -39,17 +33,12 @@ _STOP_REASONS = {
 """Of the library's `exit_status`, which is an exception's name where one ended the conversation."""
 
 
-class MiniSweOptions(AgentOptions):
-    """What `--agent-kwarg NAME=VALUE` and a recipe's agent options may set; an unknown name is refused."""
+class MiniSweOptions(DriverAgentOptions):
+    """Options of `MiniSweHarborAgent`."""
 
-    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint, ending in /v1.")
-    api_key_variable: str = Field(default="", description="Environment variable that holds the key.")
     config_file: str | None = Field(
         default=None, description="mini-swe-agent's YAML; default: its mini.yaml."
     )
-    max_turns: int = Field(default=30, ge=1, description="Model calls before the conversation ends.")
-    command_timeout_s: float = Field(default=60.0, gt=0, description="Of one command.")
-    request_timeout_s: float = Field(default=3600.0, ge=1, description="Of one model call.")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -114,29 +103,10 @@ class _Shell:
         return {"output": text, "returncode": result.return_code, "exception_info": ""}
 
 
-class MiniSweHarborAgent(BaseAgent):
+class MiniSweHarborAgent(DriverAgent[MiniSweOptions]):
     """Runs one mini-swe-agent conversation per trial."""
 
-    capabilities = AgentCapabilities(base_url=True)
     options_model = MiniSweOptions
-
-    def __init__(self, logs_dir: Path, model_name: str | None = None, **options: Any) -> None:
-        """Take Harbor's arguments, and the fields of `MiniSweOptions`.
-
-        Raises:
-            ConfigError: an option is unknown or wrong, or there is no endpoint or key.
-        """
-        harbor = {name: options.pop(name) for name in _HARBOR_ARGUMENTS & set(options)}
-        try:
-            self._chosen = cast(MiniSweOptions, self.parse_options(options))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        super().__init__(logs_dir, model_name, **harbor)
-        self._api_key = os.environ.get(self._chosen.api_key_variable, "")
-        if not self._chosen.base_url or not self._api_key:
-            raise ConfigError(
-                "MiniSweHarborAgent needs base_url, and api_key_variable, which names a variable"
-            )
 
     @staticmethod
     @override
@@ -146,16 +116,6 @@ class MiniSweHarborAgent(BaseAgent):
     @override
     def version(self) -> str:
         return version("mini-swe-agent")
-
-    @classmethod
-    @override
-    def resolve_model_connection_config(cls, *args: Any, **kwargs: Any) -> ResolvedModelConnection:
-        """Nothing for Harbor to resolve: the endpoint and the key are options of this agent."""
-        return ResolvedModelConnection(can_configure_base_url=True)
-
-    @override
-    async def set_web_tools_disabled(self, disabled: bool, environment: BaseEnvironment) -> None:
-        """Nothing to disable: its one tool is a shell in the environment."""
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
