@@ -1,4 +1,4 @@
-"""Gold places: the rules, one small edit a case, numbered as in `docs/explanation.md`."""
+"""Gold places: one small edit a case, numbered; the rules are in `docs/explanation.md`."""
 
 import random
 from dataclasses import dataclass
