@@ -1,11 +1,10 @@
 """Score the methods without a model on localization tasks: the anchor lines of a reward curve."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pilotage.datasets.localization_tasks import BUILD_FILES, issue_of
+from pilotage.datasets.localization_tasks import issue_of
 from pilotage.errors import TaskError
 from pilotage.localization import (
     BASELINES,
@@ -17,6 +16,7 @@ from pilotage.localization import (
     locate,
     places_of,
     score_locations,
+    scoring,
 )
 from pilotage.types import Task
 
@@ -48,13 +48,11 @@ def read_gold(task: Path) -> tuple[Places, EmptyLevel]:
     """
     path = task / "tests" / "gold.json"
     try:
-        record = json.loads(path.read_bytes())
-        levels = {level: frozenset(record[level]) for level in ("files", "modules", "functions")}
+        return scoring.read_gold(path)
     except OSError:
         raise TaskError(f"{task}: no tests/gold.json; only localization tasks have baselines") from None
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"{path} is no gold of a localization task: {error!r}") from None
-    return Places(**levels), record.get("empty", "zero")
 
 
 def read_tree(task: Path) -> dict[str, str]:
@@ -63,7 +61,7 @@ def read_tree(task: Path) -> dict[str, str]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes().decode(errors="replace")
         for path in sorted(root.rglob("*.py"))
-        if path.is_file() and path.name not in BUILD_FILES
+        if path.is_file()
     }
 
 

@@ -28,7 +28,6 @@ class FilePatch:
     path: str
     """Relative to the tree."""
     is_added: bool
-    is_removed: bool
     clean_blob: str
     """First digits of git's hash of the file before the patch; empty where the patch does not say."""
     is_blank: bool
@@ -81,7 +80,6 @@ def read_patch(text: str) -> Patch:
             FilePatch(
                 path=_checked_path(file.path),
                 is_added=file.is_added_file,
-                is_removed=file.is_removed_file,
                 clean_blob=index.group(1) if index else "",
                 is_blank=_is_blank(file),
             )

@@ -169,7 +169,13 @@ def ceiling(gold: Places, *, empty: EmptyLevel = "zero") -> float:
     return score_locations(gold, gold, empty=empty).total
 
 
-def _read_gold(path: Path) -> tuple[Places, EmptyLevel]:
+def read_gold(path: Path) -> tuple[Places, EmptyLevel]:
+    """Read a task's `gold.json`: the places, and what an empty level is worth.
+
+    Raises:
+        OSError: there is none.
+        ValueError, KeyError, TypeError: it is of another form.
+    """
     record = json.loads(path.read_text(encoding="utf-8"))
     return Places(**{level: frozenset(record[level]) for level in LEVELS}), record.get("empty", "zero")
 
@@ -189,7 +195,7 @@ def _read_answer(path: Path) -> Places:
 def main(argv: list[str]) -> int:
     """Score one hand-in and write `reward.json`; the verifier's entry point."""
     gold_path, answer_path, reward_path = map(Path, argv)
-    gold, empty = _read_gold(gold_path)
+    gold, empty = read_gold(gold_path)
     no_answer = 0
     try:
         score = score_locations(_read_answer(answer_path), gold, empty=empty)

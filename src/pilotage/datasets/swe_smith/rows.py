@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pilotage.datasets.patches import Patch, PatchError, read_patch
+from pilotage.datasets.patches import Patch, read_patch
 from pilotage.errors import ConfigError
 from pilotage.localization import Places, gold_of_changes
 
@@ -72,10 +72,6 @@ class Rows:
     """Reason -> number of rows."""
 
 
-class _DropError(ValueError):
-    """The row is of no use; the message is the reason, the same for every row that has it."""
-
-
 def read_instance_id(instance_id: str, repo: str) -> tuple[str, str, str, str]:
     """Return (owner, name, commit, kind) of `<owner>__<name>.<8 hex>.<kind>__<8 characters>`.
 
@@ -104,7 +100,7 @@ def check_row(raw: Mapping[str, Any], orientation: Orientation) -> Row:
     """
     issue = raw.get("problem_statement") or ""
     if not issue.strip():
-        raise _DropError("the issue text is blank")
+        raise ValueError("the issue text is blank")
     owner, name, commit, kind = read_instance_id(raw.get("instance_id") or "", raw.get("repo") or "")
     patch = read_patch(raw.get("patch") or "")
     return Row(
@@ -124,15 +120,15 @@ def _checked_gold(file_changes: Sequence[Mapping[str, Any]], patch: Patch) -> Pl
     try:
         gold = gold_of_changes(file_changes)
     except ValueError:
-        raise _DropError("a gold place is not in its own file") from None
+        raise ValueError("a gold place is not in its own file") from None
     blank = {file.path for file in patch.files if file.is_blank}
     gold = Places(files=gold.files - blank, modules=gold.modules, functions=gold.functions)
     if not gold.files:
-        raise _DropError("no gold file")
+        raise ValueError("no gold file")
     if gold.files - patch.paths:
-        raise _DropError("a gold file is not in the patch")
+        raise ValueError("a gold file is not in the patch")
     if {path for path in patch.paths - blank if path.endswith(".py")} - gold.files:
-        raise _DropError("the patch touches a file that is not gold")
+        raise ValueError("the patch touches a file that is not gold")
     return gold
 
 
@@ -143,7 +139,7 @@ def check_rows(raw_rows: Iterable[Mapping[str, Any]], orientation: Orientation) 
     for raw in raw_rows:
         try:
             row = check_row(raw, orientation)
-        except (_DropError, PatchError, ValueError) as error:
+        except ValueError as error:
             found.drops[str(error)] += 1
             continue
         if row.instance_id in seen:

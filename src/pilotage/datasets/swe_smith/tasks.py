@@ -58,14 +58,14 @@ def _is_kept(path: str, content: bytes) -> bool:
     return path.endswith(".py") or (len(content) <= _MAX_DATA_BYTES and not is_debris)
 
 
-def _task(row: Row, tree: Tree, options: TaskOptions) -> tuple[LocalizationTask, Places]:
-    """Return the task, and its gold as recomputed."""
+def _task(row: Row, tree: Tree, options: TaskOptions) -> LocalizationTask:
+    """Return the task, its gold recomputed."""
     buggy, fixed = two_versions(row, tree)
     paths = sorted(row.patch.paths)
     gold = gold_places(sources_of(buggy, paths), sources_of(fixed, paths))
     if not gold.files:
         raise NoTreeError("the two versions do not differ in code")
-    task = LocalizationTask(
+    return LocalizationTask(
         name=row.instance_id,
         description=f"Find what has to change in {row.repository}",
         instruction=localization_instruction(row.issue),
@@ -81,7 +81,6 @@ def _task(row: Row, tree: Tree, options: TaskOptions) -> tuple[LocalizationTask,
         },
         agent_timeout_s=600.0,
     )
-    return task, gold
 
 
 def write_swe_smith_tasks(
@@ -102,7 +101,7 @@ def write_swe_smith_tasks(
         split = split_of(row.repository, options)
         try:
             tree = trees.tree_of(row)
-            task, gold = _task(row, tree, options)
+            task = _task(row, tree, options)
         except NoTreeError as error:
             summary.drops[str(error)] += 1
         else:
@@ -111,8 +110,8 @@ def write_swe_smith_tasks(
                 write_localization_task(directory, task)
             summary.written[split] += 1
             summary.num_exact += tree.is_exact
-            if gold != row.gold:
-                summary.differences.append(_difference(row, gold))
+            if task.gold != row.gold:
+                summary.differences.append(_difference(row, task.gold))
         on_row()
     return summary
 
