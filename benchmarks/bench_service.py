@@ -6,7 +6,8 @@ Each call is a `core/sample` of a prompt of its own, held by long poll. The engi
 the reply's `server-timing` header states: from the moment the engine process starts to work on the call until
 the completion is there, its queue for a place in the batch included. The rest of the call's time, as the
 client sees it, is reported as the service's own: the front, the engine process's HTTP, two sockets, and this
-client's own queue of 512 tasks. Calls that were begun before the end are finished and counted.
+client's own queue of 512 tasks. Each session has an HTTP client of its own, because httpx looks at every
+connection of a pool for every request. Calls that were begun before the end are finished and counted.
 
     python benchmarks/bench_service.py 600
 """
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,9 +139,9 @@ def first_child(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()[0])
 
 
-async def load(http: httpx.AsyncClient, front: int, seconds: float) -> None:
-    """Put the load on a service and print what came of it."""
-    job_id = await start_job(http)
+async def load(clients: Sequence[httpx.AsyncClient], front: int, seconds: float) -> None:
+    """Put the load on a service, a client for each session, and print what came of it."""
+    job_id = await start_job(clients[0])
     pids = {"front": front, "engine": first_child(front)}
     memory = {"start": memory_of(pids)}
     tally, began = Tally(), time.perf_counter()
@@ -153,19 +154,19 @@ async def load(http: httpx.AsyncClient, front: int, seconds: float) -> None:
         for share in (0.25, 0.5, 0.75, 1.0):
             group.create_task(look(share))
         for index in range(IN_FLIGHT):
+            http = clients[index % SESSIONS]
             group.create_task(keep_asking(http, job_id, index, began + seconds, tally))
     show(tally, memory, time.perf_counter() - began)
 
 
 async def main(seconds: float) -> None:
     """Run the load against a service of its own."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=IN_FLIGHT)
     with tempfile.TemporaryDirectory() as scratch:
-        async with (
-            service(Path(scratch)) as (front, url),
-            httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http,
-        ):
-            await load(http, front, seconds)
+        async with service(Path(scratch)) as (front, url), contextlib.AsyncExitStack() as stack:
+            clients = [httpx.AsyncClient(base_url=url, timeout=120) for _ in range(SESSIONS)]
+            for client in clients:
+                await stack.enter_async_context(client)
+            await load(clients, front, seconds)
 
 
 def show(tally: Tally, memory: dict[str, dict[str, float]], took_s: float) -> None:

@@ -29,11 +29,10 @@ fi
 
 # Serve recipes/demo/policy as `policy` on a free port of loopback; the service ends with this script.
 start_service() {
-    local announced
-    announced=$(mktemp)
+    announced=$(mktemp)  # not local: the trap runs after the function has ended
     "$pilotage" serve --no-auth --models recipes/demo --data runs/service --port 0 >"$announced" &
     service=$!
-    trap 'kill "$service" 2>/dev/null; wait "$service"; rm -f "$announced"' EXIT
+    trap 'kill "$service" 2>/dev/null; wait "$service" || true; rm -f "$announced"' EXIT
     until grep -q "serving on" "$announced"; do
         kill -0 "$service" || exit 1
         sleep 0.2

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -243,18 +244,19 @@ def test_another_python_is_refused_with_one_line_and_exit_code_2(tmp_path: Path)
     ]
 
 
-def demo_commands(root: Path) -> list[str]:
+def demo_commands(root: Path, *backend: str) -> list[str]:
     """Run a copy of the demo script with a command that writes down how it was called."""
     script = root / "scripts" / "demo.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / "scripts" / "demo.sh", script)
     command = root / "pilotage"
-    command.write_text(f'#!/bin/sh\necho "$*" >> {root}/calls\n')
+    serving = 'if [ "$1" = serve ]; then echo "serving on http://127.0.0.1:9"; exec sleep 60; fi'
+    command.write_text(f'#!/bin/sh\necho "$* $ARCTIC_CORTEX_BASE_URL" >> {root}/calls\n{serving}\n')
     command.chmod(0o755)
     calls = root / "calls"
     calls.unlink(missing_ok=True)
-    subprocess.run([script, str(command), "1"], check=True, env={"PATH": os.environ["PATH"]})
-    return calls.read_text().splitlines()
+    subprocess.run([script, str(command), "1", *backend], check=True, env={"PATH": os.environ["PATH"]})
+    return [line.strip() for line in calls.read_text().splitlines()]
 
 
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
@@ -265,6 +267,16 @@ def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> No
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
     assert demo_commands(tmp_path) == expected
+
+
+def test_the_demo_on_a_service_of_its_own_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "tasks" / "demo").mkdir(parents=True)
+    started = time.monotonic()
+    serve, train, report = demo_commands(tmp_path, "cortex")
+    assert time.monotonic() - started < 30, "the service was not stopped"
+    assert serve.startswith("serve --no-auth")
+    assert train.endswith("--run-name demo-cortex-seed1 http://127.0.0.1:9")
+    assert report.startswith("report runs/demo-cortex-seed1")
 
 
 def test_the_demo_resumes_what_stopped_and_keeps_what_finished(tmp_path: Path) -> None:
