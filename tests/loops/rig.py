@@ -1,7 +1,8 @@
 """A trainer and a runner of a few lines each: real arithmetic, no model."""
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,6 +103,7 @@ class SeededRunner:
 
     async def run(self, request: RolloutRequest) -> Rollout:
         self.requests.append(request)
+        await asyncio.sleep(0)
         rng = np.random.default_rng(request.sampling.seed)
         has_failed = request.id in self.failing
         value = float(rng.random()) * self.spread
@@ -146,19 +148,31 @@ TOKENS_PER_ROLLOUT = 5
 
 @dataclass(slots=True)
 class Watcher:
-    """An `Observer` that keeps what it saw."""
+    """An `Observer` that keeps what it saw, and calls `on_event` at its n-th sight."""
+
+    on_event: Callable[[], object] | None = None
+    at_event: int = -1
+    num_events: int = 0
 
     phases: list[tuple[str, int, int]] = field(default_factory=list[tuple[str, int, int]])
     records: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     rollouts: list[str] = field(default_factory=list[str])
 
+    def _see(self) -> None:
+        self.num_events += 1
+        if self.num_events == self.at_event and self.on_event is not None:
+            self.on_event()
+
     def on_phase(self, phase: str, step: int, total: int) -> None:
+        self._see()
         self.phases.append((phase, step, total))
 
     def on_rollout(self, rollout: Rollout) -> None:
+        self._see()
         self.rollouts.append(rollout.id)
 
     def on_record(self, record: dict[str, float]) -> None:
+        self._see()
         self.records.append(record)
 
 

@@ -1,5 +1,6 @@
 """The synchronous loop with a tiny trainer and runner: what it records, and what a crash costs."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -215,3 +216,65 @@ def test_a_loop_without_training_tasks_is_refused(tmp_path: Path) -> None:
             settings=SETTINGS,
             observer=Watcher(),
         )
+
+
+async def events_of_a_whole_run(path: Path) -> int:
+    rig = Rig(settings=SETTINGS)
+    await rig.run(path)
+    return rig.watcher.num_events
+
+
+async def stopped_at(path: Path, event: int) -> Rig:
+    """Run until the n-th thing that a person sees, and stop there as Ctrl-C does."""
+    rig = Rig(settings=SETTINGS)
+    task = asyncio.create_task(rig.run(path))
+    rig.watcher.on_event, rig.watcher.at_event = task.cancel, event
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return rig
+
+
+async def test_a_run_stopped_anywhere_keeps_every_finished_step(tmp_path: Path) -> None:
+    whole = Rig(settings=SETTINGS)
+    await whole.run(tmp_path / "whole")
+    expected = {
+        record["step"]: {k: v for k, v in record.items() if not k.startswith(("time/", "eval/"))}
+        for record in RunDirectory(tmp_path / "whole").metrics()
+    }
+    for event in range(1, whole.watcher.num_events):
+        path = tmp_path / f"stopped-{event}"
+        stopped = await stopped_at(path, event)
+        finished = int(stopped.watcher.records[-1]["step"]) if stopped.watcher.records else None
+        assert RunDirectory(path).newest_checkpoint() == finished
+
+        resumed = Rig(settings=SETTINGS)
+        await resumed.run(path, resume=True)
+        assert resumed.trainer.weights == whole.trainer.weights
+        assert trained_on(path) == trained_on(tmp_path / "whole")
+        assert sorted(stopped.trainer.trained + resumed.trainer.trained) == sorted(whole.trainer.trained)
+        for record in RunDirectory(path).metrics():
+            kept = {k: v for k, v in record.items() if not k.startswith(("time/", "eval/"))}
+            assert kept == expected[record["step"]]
+
+
+def trained_on(path: Path) -> list[tuple[str, int, str]]:
+    """What `done` says of training; an evaluation under way when the run is stopped is not made up for."""
+    return [found for found in done(path) if found[2].startswith("step-")]
+
+
+async def test_a_stopped_run_says_so(tmp_path: Path) -> None:
+    await stopped_at(tmp_path / "run", await events_of_a_whole_run(tmp_path / "whole") // 2)
+    last = (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["event"] == "stopped"
+
+
+async def test_a_step_that_fails_while_the_run_is_stopped_is_reported_and_not_saved(tmp_path: Path) -> None:
+    rig = Rig(settings=SETTINGS, trainer=CountingTrainer(fails_in_step=1))
+    task = asyncio.create_task(rig.run(tmp_path / "run"))
+
+    # Two held-out tasks and the four rollouts of the step, the phases before them, a record: training is next.
+    rig.watcher.on_event, rig.watcher.at_event = task.cancel, 10
+    with pytest.raises(TrainerError, match="went away"):
+        await task
+    assert rig.watcher.phases[-1][0] == "train"
+    assert RunDirectory(tmp_path / "run").newest_checkpoint() == 0

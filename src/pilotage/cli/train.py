@@ -7,21 +7,33 @@ import os
 import signal
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pilotage.errors import ConfigError
 from pilotage.recipes import Recipe, load_recipe
 from pilotage.recipes.environment import environment_overrides, run_directory, translated
 from pilotage.recipes.reference import describe_recipe
+from pilotage.types import Task
 
 
-async def train(arguments: argparse.Namespace) -> int:
-    """Train by a recipe into a run directory."""
-    from pilotage.cli.progress import TerminalObserver
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run is to do, checked as far as can be without starting it."""
+
+    recipe: Recipe
+    path: Path
+    train_tasks: list[Task]
+    held_out_tasks: list[Task]
+
+
+def plan(arguments: argparse.Namespace) -> Plan:
+    """Read the recipe and the tasks of a run, and refuse what could not work; nothing is written.
+
+    Raises:
+        ConfigError: recipe, tasks, model, environment or connection cannot be used.
+    """
     from pilotage.datasets import load_tasks, overlaps
-    from pilotage.loops import RunDirectory, SynchronousLoop
-    from pilotage.ops import write_reward_graph
     from pilotage.rollouts.task_validation import check_tasks
 
     overrides: list[str] = arguments.overrides
@@ -36,14 +48,28 @@ async def train(arguments: argparse.Namespace) -> int:
             f"{len(shared)} held-out tasks overlap with training: {shared[0]}; remove them from one side"
         )
     check_tasks([*train_tasks, *held_out])
-    from pilotage.recipes.stack import open_stack  # imports torch: what is wrong is said before that
+    from pilotage.recipes.stack import check_stack
 
+    check_stack(recipe)
+    return Plan(recipe=recipe, path=path, train_tasks=train_tasks, held_out_tasks=held_out)
+
+
+async def train(arguments: argparse.Namespace) -> int:
+    """Train by a recipe into a run directory."""
+    from pilotage.cli.progress import TerminalObserver
+    from pilotage.loops import RunDirectory, SynchronousLoop
+    from pilotage.ops import write_reward_graph
+    from pilotage.recipes.stack import open_stack
+
+    planned = plan(arguments)
+    recipe, path = planned.recipe, planned.path
     observer = TerminalObserver(num_steps=recipe.loop.num_steps)
     with RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run, observer:
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
         for line in describe_recipe(recipe.resolved()):
             observer.say(line)
-        observer.say(f"{len(train_tasks)} training tasks, {len(held_out)} held out; starting workers")
+        counts = f"{len(planned.train_tasks)} training tasks, {len(planned.held_out_tasks)} held out"
+        observer.say(f"{counts}; starting workers")
         async with (
             _terminable(),
             open_stack(
@@ -57,8 +83,8 @@ async def train(arguments: argparse.Namespace) -> int:
                 trainer=stack.engine,
                 runner=stack.runner,
                 run=run,
-                train_tasks=train_tasks,
-                held_out_tasks=held_out,
+                train_tasks=planned.train_tasks,
+                held_out_tasks=planned.held_out_tasks,
                 settings=recipe.loop,
                 observer=observer,
             )

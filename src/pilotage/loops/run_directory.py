@@ -4,9 +4,7 @@ config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
 rollouts/step-0001/ID.json.gz  errors/ID.error  checkpoints/step-0010/
 """
 
-import fcntl
 import hashlib
-import os
 import shutil
 import time
 import tomllib
@@ -21,6 +19,7 @@ import tomli_w
 from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line, write_atomically
 from pilotage.loops.rollout_files import write_rollout
+from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Rollout
 
 
@@ -45,26 +44,37 @@ def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
 
 
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file of lines; a torn last line is left out."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            found.append(orjson.loads(line))
+        except orjson.JSONDecodeError:
+            continue
+    return found
+
+
 class RunDirectory:
     """One run's files. Use it as a context manager: it holds the run's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._locks: list[PidLock] = []
 
     @classmethod
-    def open(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> Self:
-        """Create the run, or take it up again.
+    def check(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> None:
+        """Refuse what `open` would, but for the lock; nothing is written.
 
         Raises:
             RunDirectoryError: it exists and `resume` is off; it does not and `resume` is on; its config
-                differs (the message lists the keys); another process holds it.
+                differs (the message lists the keys).
         """
         run = cls(path)
         if resume and not run.config_path.is_file():
             raise RunDirectoryError(f"{path} holds no run to resume; leave out --resume to start one")
         # A run that never got as far as its first event left nothing worth keeping.
-        if not resume and run.config_path.is_file() and (path / "events.jsonl").is_file():
+        if not resume and run.config_path.is_file() and run.events_path.is_file():
             raise RunDirectoryError(
                 f"{path} holds a run already; give --resume to go on with it, or another run name"
             )
@@ -74,6 +84,16 @@ class RunDirectory:
                 raise RunDirectoryError(
                     f"{path} was started with another config: {_differences(saved, config)}"
                 )
+
+    @classmethod
+    def open(cls, path: Path, config: Mapping[str, Any], *, resume: bool) -> Self:
+        """Create the run, or take it up again.
+
+        Raises:
+            RunDirectoryError: as of `check`, or another process holds it.
+        """
+        cls.check(path, config, resume=resume)
+        run = cls(path)
         run._acquire()
         if not resume:
             write_atomically(run.config_path, tomli_w.dumps(dict(config)).encode())
@@ -85,29 +105,40 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            (self.path / "launcher.pid").unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            self._locks.pop().release()
 
     def _acquire(self) -> None:
         for name in ("rollouts", "errors", "checkpoints"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            pid = self.path / "launcher.pid"
-            owner = pid.read_text().strip() if pid.is_file() else "unknown"
-            raise RunDirectoryError(f"{self.path} is in use by process {owner}") from None
-        self._lock = lock
-        write_atomically(self.path / "launcher.pid", f"{os.getpid()}\n".encode())
+        lock = acquire(self.lock_path)
+        if lock is None:
+            raise RunDirectoryError(f"{self.path} is in use by process {holder(self.lock_path) or 'unknown'}")
+        self._locks.append(lock)
+        # Whoever launched this process holds it already; without a launcher, this process is its own.
+        launcher = acquire(self.launcher_path)
+        if launcher is not None:
+            self._locks.append(launcher)
+
+    @property
+    def lock_path(self) -> Path:
+        """Locked by the driver while it works on the run; see `pilotage.pid_lock`."""
+        return self.path / "lock"
+
+    @property
+    def launcher_path(self) -> Path:
+        """Locked by what a signal to stop the run goes to: its launcher, or the driver itself."""
+        return self.path / "launcher.pid"
 
     @property
     def config_path(self) -> Path:
         """The resolved config."""
         return self.path / "config.toml"
+
+    @property
+    def events_path(self) -> Path:
+        """What a person would act on, a JSON object a line."""
+        return self.path / "events.jsonl"
 
     def config(self) -> dict[str, Any]:
         """Return the resolved config that the run was started with."""
@@ -118,7 +149,7 @@ class RunDirectory:
     def event(self, name: str, **facts: str | float | None) -> None:
         """Append something that a person would act on."""
         record = {"at": time.time(), "event": name, **facts}
-        append_line(self.path / "events.jsonl", orjson.dumps(record))
+        append_line(self.events_path, orjson.dumps(record))
 
     def write(self, record: Mapping[str, float | int]) -> None:
         """Append one step's record; see `MetricSink`."""
@@ -126,14 +157,11 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the records, oldest first, one a step; a torn last line is left out."""
-        path = self.path / "metrics.jsonl"
-        records: list[dict[str, float]] = []
-        for line in path.read_bytes().splitlines() if path.is_file() else []:
-            try:
-                records.append(orjson.loads(line))
-            except orjson.JSONDecodeError:
-                continue
-        return records
+        return _objects(self.path / "metrics.jsonl")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what `event` wrote, oldest first."""
+        return _objects(self.events_path)
 
     def add_rollout(self, folder: str, rollout: Rollout) -> None:
         """Write a rollout to `rollouts/FOLDER/`, and its `.error` file where it failed."""

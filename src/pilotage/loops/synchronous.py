@@ -5,19 +5,23 @@
 A step's tasks are a function of (seed, step), a rollout's seed one of (seed, rollout id): nothing about the
 order needs to be saved. A step is finished when its metrics record is on disk; a checkpoint holds the
 weights and the optimizer after a step. Evaluation and training use the same runner.
+
+Cancelled, it stops cleanly: rollouts under way are dropped with their step, a step whose rollouts are there
+is finished (without an evaluation under way), and the last finished step is checkpointed.
 """
 
 import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from pilotage.algorithms import build_batch
-from pilotage.errors import ConfigError, TrainerError
+from pilotage.errors import ConfigError, PilotageError, TrainerError
 from pilotage.interfaces import RolloutRunner, Trainer
 from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
 from pilotage.loops.run_directory import RunDirectory
@@ -31,6 +35,12 @@ from pilotage.types import (
     StepResult,
     Task,
 )
+
+
+_log = logging.getLogger(__name__)
+
+_LAST_SAVE_S = 60.0
+"""Longest time that a run which is being stopped takes to save."""
 
 
 class Observer(Protocol):
@@ -90,6 +100,16 @@ def evaluation_requests(tasks: Sequence[Task], *, settings: LoopSettings, step: 
     return [_request(name, name, task, sampling, settings) for name, task in zip(ids, tasks, strict=True)]
 
 
+async def _completed[T](work: Coroutine[object, object, T]) -> T:
+    """Await `work` to its end even where the caller is cancelled meanwhile; its failure comes first."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
 class SynchronousLoop:
     """Trains a policy with rollouts of its own newest weights."""
 
@@ -119,6 +139,7 @@ class SynchronousLoop:
         self._rules = settings.outcome_rules()
         self._observer = observer
         self._weights_version = 0
+        self._last_step = -1
 
     async def run(self) -> None:
         """Run to the last step, from the newest checkpoint where there is one.
@@ -126,7 +147,14 @@ class SynchronousLoop:
         Raises:
             TrainerError: a step failed, or too many steps in a row gave no gradient.
         """
-        first = await self._start()
+        try:
+            await self._run_steps(await self._start())
+        except asyncio.CancelledError:
+            await self._keep_last_step()
+            raise
+        self._run_directory.event("finished", step=self._settings.num_steps)
+
+    async def _run_steps(self, first: int) -> None:
         idle = 0
         for step in range(first, self._settings.num_steps + 1):
             idle = 0 if await self._step(step) else idle + 1
@@ -135,7 +163,20 @@ class SynchronousLoop:
                     f"no gradient in {idle} steps: every group had equal rewards, or fewer than two."
                     " Choose tasks that the policy solves sometimes, or a larger group_size"
                 )
-        self._run_directory.event("finished", step=self._settings.num_steps)
+
+    async def _keep_last_step(self) -> None:
+        """Checkpoint the last finished step, where it is not: the run is being stopped."""
+        run, step = self._run_directory, self._last_step
+        if step < 0:
+            return
+        try:
+            if not run.checkpoint(step).exists():
+                async with asyncio.timeout(_LAST_SAVE_S):
+                    await self._trainer.save(run.checkpoint(step))
+                run.event("checkpoint", step=step)
+        except (PilotageError, TimeoutError) as error:
+            _log.warning("step %d could not be saved (%s); resume goes on from an earlier one", step, error)
+        run.event("stopped", step=step)
 
     async def _start(self) -> int:
         """Restore or evaluate what there is before the first step to do; return that step."""
@@ -150,6 +191,7 @@ class SynchronousLoop:
             return 1
         await self._trainer.load(run.checkpoint(newest))
         self._weights_version = await self._trainer.publish()
+        self._last_step = newest
         run.event("resumed", step=newest)
         return newest + 1
 
@@ -160,6 +202,23 @@ class SynchronousLoop:
             train_requests(self._train_tasks, settings=self._settings, step=step), "rollouts", step
         )
         collected = time.monotonic()
+        learning = asyncio.create_task(self._learn(step, rollouts, collected - started))
+        evaluation: dict[str, float] = {}
+        try:
+            await asyncio.shield(learning)
+            if self._is_due(step, self._settings.evaluation.every_steps):
+                evaluation = await self._evaluate(step)
+        finally:  # the weights move: whatever stops the run from here on must not lose the step
+            record, has_update = await learning
+            record |= evaluation | {"time/step_s": time.monotonic() - started}
+            await _completed(self._finish(record))
+        return has_update
+
+    async def _learn(
+        self, step: int, rollouts: Sequence[Rollout], rollouts_s: float
+    ) -> tuple[dict[str, float], bool]:
+        """Update and publish; return the step's record so far, and whether there was a gradient."""
+        collected = time.monotonic()
         batch = build_batch(rollouts, self._rules, scale_by_std=self._settings.scale_advantages_by_std)
         self._observer.on_phase("train", step, 0)
         update = await self._update(batch.samples) if batch.samples else None
@@ -168,15 +227,11 @@ class SynchronousLoop:
         if update is not None:
             self._weights_version = await self._trainer.publish()
         times = StepTimes(
-            rollouts_s=collected - started, train_s=trained - collected, publish_s=time.monotonic() - trained
+            rollouts_s=rollouts_s, train_s=trained - collected, publish_s=time.monotonic() - trained
         )
         record = step_metrics(rollouts, batch, update=update, times=times, trainer_version=behaviour_version)
         record |= {"step": step, "weights_version": self._weights_version}
-        if self._is_due(step, self._settings.evaluation.every_steps):
-            record |= await self._evaluate(step)
-        record["time/step_s"] = time.monotonic() - started
-        await self._finish(record)
-        return update is not None
+        return record, update is not None
 
     async def _update(self, samples: Sequence[Sample]) -> tuple[ForwardBackwardResult, StepResult]:
         measured = await self._trainer.forward_backward(samples, self._settings.loss)
@@ -196,6 +251,7 @@ class SynchronousLoop:
         step = int(record["step"])
         run = self._run_directory
         run.write(record)
+        self._last_step = step
         if self._is_due(step, self._settings.checkpoint_every_steps):
             await self._trainer.save(run.checkpoint(step))
             run.event("checkpoint", step=step)

@@ -11,7 +11,14 @@ from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
 from pilotage.rendering import TemplateRenderer, load_renderer
-from pilotage.rollouts import AgentChoice, Deadlines, EnvironmentChoice, HarborRunner, RunnerSettings
+from pilotage.rollouts import (
+    AgentChoice,
+    Deadlines,
+    EnvironmentChoice,
+    HarborRunner,
+    RunnerSettings,
+    check_settings,
+)
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
 from pilotage.wire.jobs import (
     CreateJobBody,
@@ -73,6 +80,14 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
         workers=settings.workers,
         keep_trials=settings.keep_trials,
     )
+
+
+def check_stack(recipe: Recipe) -> None:
+    """Raise ConfigError where `open_stack` would, as far as that can be said without starting anything."""
+    load_renderer(recipe.policy.model, enable_thinking=recipe.policy.enable_thinking)
+    check_settings(runner_settings(recipe.rollouts, Path()))
+    if recipe.backend == "cortex":
+        resolve_connection()
 
 
 async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":

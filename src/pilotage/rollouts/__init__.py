@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pilotage.rollouts.openhands_agent import OpenHandsHarborAgent
     from pilotage.rollouts.register import SweepReport, sweep
     from pilotage.rollouts.rewards import read_reward
-    from pilotage.rollouts.runner import HarborRunner, RunnerSettings
+    from pilotage.rollouts.runner import HarborRunner, RunnerSettings, check_settings
     from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "OpenHandsHarborAgent",
     "RunnerSettings",
     "SweepReport",
+    "check_settings",
     "read_reward",
     "sweep",
 ]
@@ -43,6 +44,7 @@ _HOMES = {
     "OpenHandsHarborAgent": "openhands_agent",
     "RunnerSettings": "runner",
     "SweepReport": "register",
+    "check_settings": "runner",
     "read_reward": "rewards",
     "sweep": "register",
 }

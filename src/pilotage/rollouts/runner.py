@@ -65,6 +65,16 @@ class RunnerSettings:
     """Whether trial directories stay for a person to read."""
 
 
+def check_settings(settings: RunnerSettings) -> None:
+    """Raise ConfigError where no rollout could run: the environment, or the agent's way to the proxy."""
+    agent, environment = settings.agent, settings.environment
+    if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
+        check_route(agent.name, agent.route)
+    if environment.options.get("unsandboxed") and agent.route is Route.RELAY:
+        raise ConfigError('an unsandboxed agent reaches the proxy itself: set agent_route = "address"')
+    check_environment(environment)
+
+
 class HarborRunner:
     """Runs rollouts; use it as an async context manager, which sweeps first and stops the workers last."""
 
@@ -81,13 +91,7 @@ class HarborRunner:
             ConfigError: the environment cannot be used here, or the agent cannot reach the proxy from it.
         """
         await asyncio.to_thread(sweep)
-        agent = self._settings.agent
-        if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
-            await asyncio.to_thread(check_route, agent.name, agent.route)
-        environment = self._settings.environment
-        if environment.options.get("unsandboxed") and agent.route is Route.RELAY:
-            raise ConfigError('an unsandboxed agent reaches the proxy itself: set agent_route = "address"')
-        await asyncio.to_thread(check_environment, environment)
+        await asyncio.to_thread(check_settings, self._settings)
         if self._workers is not None:
             await self._workers.start()
         return self
