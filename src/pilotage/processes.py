@@ -4,6 +4,7 @@ Invariant: a process is only ever killed under the identity that was recorded fo
 its start time. Nothing here looks at the name or the command line of a process.
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +61,14 @@ def wait_until_gone(processes: Iterable[ProcessIdentity], timeout_s: float) -> l
         time.sleep(0.005)
         remaining = [process for process in remaining if is_running(process)]
     return remaining
+
+
+def end_with_parent(number: signal.Signals, *, parent: int) -> None:
+    """Have the kernel send this process a signal when its parent ends.
+
+    Args:
+        parent: process id of the parent; where it has ended already, this process ends now.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -272,7 +272,7 @@ async def test_a_step_that_fails_while_the_run_is_stopped_is_reported_and_not_sa
     rig = Rig(settings=SETTINGS, trainer=CountingTrainer(fails_in_step=1))
     task = asyncio.create_task(rig.run(tmp_path / "run"))
 
-    # Two held-out tasks and the four rollouts of the step, the phases before them, a record: training is next.
+    # Two held-out tasks and four rollouts, the phases before them, a record: training is next.
     rig.watcher.on_event, rig.watcher.at_event = task.cancel, 10
     with pytest.raises(TrainerError, match="went away"):
         await task

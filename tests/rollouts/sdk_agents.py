@@ -156,3 +156,19 @@ class InsideShell(BaseInstalledAgent):
     @override
     def populate_context_post_run(self, context: AgentContext) -> None:
         """It says nothing of itself."""
+
+
+class OneCall(_Terminal):
+    """Asks the model once, and leaves what it said where a verifier can read it."""
+
+    @staticmethod
+    @override
+    def name() -> str:
+        return "one-call"
+
+    @override
+    async def run(self, instruction: str, environment: BaseEnvironment, context: AgentContext) -> None:
+        async with openai.AsyncOpenAI(base_url=self.endpoint, api_key=self.key) as client:
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": instruction}]
+            )

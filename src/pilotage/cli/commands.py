@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pilotage {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_training(commands)
+    _add_operations(commands)
     _add_reading(commands)
     _add_service(commands)
     _add_service_clients(commands)
@@ -161,16 +162,65 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="override a key of the recipe")
 
 
-def _add_training(commands: _Commands) -> None:
-    train = commands.add_parser("train", help="train a policy by a recipe")
-    _recipe_arguments(train)
-    train.add_argument("--run-name", metavar="NAME", help="directory under runs/; default: the recipe's name")
-    train.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR")
-    train.add_argument(
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run-name", metavar="NAME", help="directory under runs/; default: the recipe's name"
+    )
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR")
+    parser.add_argument(
         "--launch-environment",
         action="store_true",
         help="take the variables and override names of the Arctic launch blocks (docs/reference.md)",
     )
+
+
+def _supervisor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--systemd", action="store_true", help="as a unit of your systemd, instead of in tmux"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="crashes in a row, without a checkpoint between them, to start again after (%(default)s)",
+    )
+
+
+def _add_operations(commands: _Commands) -> None:
+    launch = commands.add_parser("launch", help="train in the background; one launched run a host")
+    _recipe_arguments(launch)
+    _run_arguments(launch)
+    _supervisor_arguments(launch)
+    launch.set_defaults(command=("runs", "launch"))
+
+    resume = commands.add_parser("resume", help="go on with a run in the background")
+    resume.add_argument("run", type=Path, metavar="RUN")
+    _supervisor_arguments(resume)
+    resume.set_defaults(command=("runs", "resume"))
+
+    status = commands.add_parser("status", help="say where a run, or every run, stands")
+    status.add_argument("run", type=Path, nargs="?", metavar="RUN")
+    status.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(command=("runs", "status"))
+
+    stop = commands.add_parser("stop", help="stop a run: drop its rollouts, save, cancel its job, clean up")
+    stop.add_argument("run", type=Path, metavar="RUN")
+    stop.add_argument(
+        "--timeout", type=float, default=180.0, metavar="SECONDS", help="of waiting for it (%(default)s)"
+    )
+    stop.set_defaults(command=("runs", "stop"))
+
+    attach = commands.add_parser("attach", help="show a launched run's terminal; Ctrl-B D leaves it running")
+    attach.add_argument("run", type=Path, metavar="RUN")
+    attach.set_defaults(command=("runs", "attach"))
+
+
+def _add_training(commands: _Commands) -> None:
+    train = commands.add_parser("train", help="train a policy by a recipe")
+    _recipe_arguments(train)
+    _run_arguments(train)
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     train.set_defaults(command=("train", "train"))
 

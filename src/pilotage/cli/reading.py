@@ -4,15 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from pilotage.cli.runs import open_run
 from pilotage.errors import ConfigError
-from pilotage.loops.run_directory import RunDirectory
-
-
-def _run(path: Path) -> RunDirectory:
-    run = RunDirectory(path)
-    if not run.config_path.is_file():
-        raise ConfigError(f"{path} is no run directory: it has no config.toml")
-    return run
 
 
 async def show(arguments: argparse.Namespace) -> int:
@@ -21,7 +14,7 @@ async def show(arguments: argparse.Namespace) -> int:
     from pilotage.ops import format_rollout, format_run
     from pilotage.rendering import load_renderer
 
-    run = _run(arguments.run)
+    run = open_run(arguments.run)
     files = run.rollout_files()
     if arguments.rollout is None:
         print(format_run(run.metrics(), files))
@@ -42,7 +35,7 @@ async def report(arguments: argparse.Namespace) -> int:
     from pilotage.ops import format_report, write_reward_graph
     from pilotage.recipes.reference import describe_recipe
 
-    run = _run(arguments.run)
+    run = open_run(arguments.run)
     records = run.metrics()
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")

@@ -136,6 +136,11 @@ class RunDirectory:
         return self.path / "config.toml"
 
     @property
+    def metrics_path(self) -> Path:
+        """One record a step, a JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
     def events_path(self) -> Path:
         """What a person would act on, a JSON object a line."""
         return self.path / "events.jsonl"
@@ -153,11 +158,11 @@ class RunDirectory:
 
     def write(self, record: Mapping[str, float | int]) -> None:
         """Append one step's record; see `MetricSink`."""
-        append_line(self.path / "metrics.jsonl", orjson.dumps(dict(record)))
+        append_line(self.metrics_path, orjson.dumps(dict(record)))
 
     def metrics(self) -> list[dict[str, float]]:
         """Return the records, oldest first, one a step; a torn last line is left out."""
-        return _objects(self.path / "metrics.jsonl")
+        return _objects(self.metrics_path)
 
     def events(self) -> list[dict[str, Any]]:
         """Return what `event` wrote, oldest first."""
@@ -196,7 +201,7 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget what came after `step`: it was not checkpointed and will be done again."""
         kept = [record for record in self.metrics() if record["step"] <= step]
-        write_atomically(self.path / "metrics.jsonl", b"".join(orjson.dumps(r) + b"\n" for r in kept))
+        write_atomically(self.metrics_path, b"".join(orjson.dumps(r) + b"\n" for r in kept))
         for directory in (self.path / "rollouts").glob("*-[0-9]*"):
             if int(directory.name.rpartition("-")[2]) > step:
                 shutil.rmtree(directory)

@@ -36,7 +36,6 @@ from pilotage.types import (
     Task,
 )
 
-
 _log = logging.getLogger(__name__)
 
 _LAST_SAVE_S = 60.0

@@ -28,7 +28,7 @@ _GAP_FLOOR_NATS = 1e-3
 """Growth below this is rounding."""
 _CLIPPED = 0.5
 _LAG_VERSIONS = 4.0
-_MALFORMED_SHARE = 0.1
+_MALFORMED_SHARE = 0.2
 _MALFORMED_GROWTH = 2.0
 _HACK_SHARE = 0.05
 _STALL_STEPS = 5.0
@@ -86,7 +86,7 @@ GUIDES: Mapping[AlarmName, Guide] = MappingProxyType(
             check="pilotage data check TASKS",
         ),
         AlarmName.REWARDS_EQUAL: Guide(
-            meaning=f"no group has a spread of rewards for {_WINDOW} steps, so there is nothing to learn from",
+            meaning=f"no group has a spread of rewards for {_WINDOW} steps: nothing to learn from",
             causes=(
                 "the tasks are too hard or too easy for the policy",
                 "the temperature is so low that all rollouts of a group are the same",
@@ -143,7 +143,7 @@ GUIDES: Mapping[AlarmName, Guide] = MappingProxyType(
             check="pilotage verify-template MODEL",
         ),
         AlarmName.HACK_GAUGE: Guide(
-            meaning=f"more than {_HACK_SHARE:.0%} of the last {_WINDOW} steps' rollouts show a sign of a hack",
+            meaning=f"more than {_HACK_SHARE:.0%} of the last {_WINDOW} steps' rollouts show signs of a hack",
             causes=(
                 "the task leaks its answer: history, tests, an installed copy",
                 "the policy has learned to write the reward instead of earning it",
@@ -201,6 +201,10 @@ class Surroundings:
 type _Rule = Callable[[Sequence[Record]], str | None]
 
 
+def _rollouts(step: Record) -> float:
+    return step["reward/count"] + step.get("reward/none_count", 0)
+
+
 def _steps_too_fast(steps: Sequence[Record]) -> str | None:
     last = steps[-_WINDOW:]
     if len(last) < _WINDOW:
@@ -208,8 +212,10 @@ def _steps_too_fast(steps: Sequence[Record]) -> str | None:
     turns = [step["rollout/turns_mean"] for step in last if "rollout/turns_mean" in step]
     if turns and max(turns) < 1:
         return f"{mean(turns):.2f} turns a rollout"
-    usual = median(step["time/step_s"] for step in steps)
-    seconds = [step["time/step_s"] for step in last]
+    seconds = [step["time/step_s"] for step in steps if "time/step_s" in step]
+    if not seconds:
+        return None
+    usual, seconds = median(seconds), seconds[-_WINDOW:]
     if max(seconds) < _FAST * usual:
         return f"the last {_WINDOW} steps took {mean(seconds):.1f} s, the run's median is {usual:.1f} s"
     return None
@@ -224,7 +230,7 @@ def _rewards_zero(steps: Sequence[Record]) -> str | None:
 
 
 def _rewards_equal(steps: Sequence[Record]) -> str | None:
-    last = steps[-_WINDOW:]
+    last = [step for step in steps if {"group/trained", "group/no_spread"} <= step.keys()][-_WINDOW:]
     if len(last) == _WINDOW and all(step["group/trained"] == 0 < step["group/no_spread"] for step in last):
         return f"{sum(step['group/no_spread'] for step in last):.0f} groups without spread, none with"
     return None
@@ -236,7 +242,7 @@ _FAILURES = tuple(f"outcome/{outcome}" for outcome, rule in OUTCOME_RULES.items(
 def _error_rate(steps: Sequence[Record]) -> str | None:
     last = steps[-_WINDOW:]
     failed = {name: sum(step.get(name, 0) for step in last) for name in _FAILURES}
-    rollouts = sum(step["reward/count"] + step["reward/none_count"] for step in last)
+    rollouts = sum(map(_rollouts, last))
     if not rollouts or sum(failed.values()) <= _ERROR_SHARE * rollouts:
         return None
     listed = ", ".join(f"{name.removeprefix('outcome/')} {n:.0f}" for name, n in failed.items() if n)
@@ -273,9 +279,7 @@ def _lag(steps: Sequence[Record]) -> str | None:
 
 
 def _malformed_share(steps: Sequence[Record]) -> float:
-    turns = sum(
-        step["rollout/turns_mean"] * (step["reward/count"] + step["reward/none_count"]) for step in steps
-    )
+    turns = sum(step["rollout/turns_mean"] * _rollouts(step) for step in steps)
     return sum(step["proxy/malformed_calls"] for step in steps) / turns if turns else 0.0
 
 
@@ -292,7 +296,7 @@ def _parse_failures(steps: Sequence[Record]) -> str | None:
 
 def _hack_gauge(steps: Sequence[Record]) -> str | None:
     last = steps[-_WINDOW:]
-    rollouts = sum(step["reward/count"] + step["reward/none_count"] for step in last)
+    rollouts = sum(map(_rollouts, last))
     shown: dict[str, float] = {}
     for step in last:
         for name, count in step.items():
@@ -337,7 +341,8 @@ _OF_REWARDS = frozenset({AlarmName.REWARDS_ZERO, AlarmName.REWARDS_EQUAL})
 
 def _of_surroundings(steps: Sequence[Record], around: Surroundings) -> dict[AlarmName, str | None]:
     found: dict[AlarmName, str | None] = {}
-    usual = median(step["time/step_s"] for step in steps) if steps else None
+    seconds = [step["time/step_s"] for step in steps if "time/step_s" in step]
+    usual = median(seconds) if seconds else None
     if usual is not None and around.seconds_since_record > max(_STALL_STEPS * usual, _STALL_FLOOR_S):
         found[AlarmName.STALLED] = (
             f"{around.seconds_since_record:.0f} s since the last step, the median is {usual:.1f} s"

@@ -108,7 +108,7 @@ class TrialWorkers:
         report: asyncio.Future[TrialReport] = asyncio.get_running_loop().create_future()
         worker.pending[number] = report
         try:
-            await worker.ready
+            await asyncio.shield(worker.ready)  # others wait for it too
             with contextlib.suppress(ConnectionError):  # its end is noticed by whoever reads
                 await worker.frames.send(Run(number=number, spec=spec))
             return await asyncio.shield(report)
