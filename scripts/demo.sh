@@ -44,4 +44,4 @@ start_service() {
 [ -d tasks/demo ] || "$pilotage" data demo --out tasks/demo
 [ "$backend" = local ] || start_service
 "$pilotage" train recipes/demo.toml "backend=$backend" "loop.seed=$seed" --run-name "$name" "${resume[@]}"
-"$pilotage" report "runs/$name"
+"$pilotage" report --window 5 "runs/$name"

@@ -262,7 +262,7 @@ def demo_commands(root: Path, *backend: str) -> list[str]:
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
     expected = [
         "train recipes/demo.toml backend=local loop.seed=1 --run-name demo-seed1",
-        "report runs/demo-seed1",
+        "report --window 5 runs/demo-seed1",
     ]
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
@@ -276,7 +276,7 @@ def test_the_demo_on_a_service_of_its_own_ends_well(tmp_path: Path) -> None:
     assert time.monotonic() - started < 30, "the service was not stopped"
     assert serve.startswith("serve --no-auth")
     assert train.endswith("--run-name demo-cortex-seed1 http://127.0.0.1:9")
-    assert report.startswith("report runs/demo-cortex-seed1")
+    assert report.startswith("report --window 5 runs/demo-cortex-seed1")
 
 
 def test_the_demo_resumes_what_stopped_and_keeps_what_finished(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 from pilotage.errors import TrainerError
 from pilotage.loops import LoopSettings, RunDirectory, SynchronousLoop
 from pilotage.types import (
+    OUTCOME_RULES,
     AdamParams,
     BranchCause,
     Denominators,
@@ -99,20 +100,24 @@ class SeededRunner:
     """0 gives every rollout the same reward."""
     failing: frozenset[str] = frozenset()
     """Ids of rollouts whose agent crashes."""
+    ends: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
+    """How rollouts end that neither complete nor crash, by id."""
     requests: list[RolloutRequest] = field(default_factory=list[RolloutRequest])
 
     async def run(self, request: RolloutRequest) -> Rollout:
         self.requests.append(request)
         await asyncio.sleep(0)
         rng = np.random.default_rng(request.sampling.seed)
-        has_failed = request.id in self.failing
+        outcome = Outcome.AGENT_ERROR if request.id in self.failing else Outcome.COMPLETED
+        outcome = self.ends.get(request.id, outcome)
+        has_failed = not OUTCOME_RULES[outcome].has_reward
         value = float(rng.random()) * self.spread
         return Rollout(
             id=request.id,
             group_id=request.group_id,
             task_id=request.task.id,
             attempt=int(has_failed),
-            outcome=Outcome.AGENT_ERROR if has_failed else Outcome.COMPLETED,
+            outcome=outcome,
             reward=None
             if has_failed
             else Reward(value=value, key="reward", source="r", components={"f1": value}),
@@ -188,12 +193,15 @@ class Rig:
     trainer: CountingTrainer = field(default_factory=CountingTrainer)
     spread: float = 1.0
     failing: frozenset[str] = frozenset()
+    ends: Mapping[str, Outcome] = field(default_factory=dict[str, Outcome])
     num_held_out: int = 2
     watcher: Watcher = field(default_factory=Watcher)
     runner: SeededRunner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = SeededRunner(trainer=self.trainer, spread=self.spread, failing=self.failing)
+        self.runner = SeededRunner(
+            trainer=self.trainer, spread=self.spread, failing=self.failing, ends=self.ends
+        )
 
     async def run(self, path: Path, *, resume: bool = False) -> None:
         with RunDirectory.open(path, {"name": "demo"}, resume=resume) as run:

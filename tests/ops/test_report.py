@@ -111,6 +111,7 @@ def test_a_report_tells_rewards_evaluations_the_ledger_and_the_gap() -> None:
         "tokens: sampled 200 = trained 120 + masked 60 + dropped 20 (orphan 60, no_spread 20)",
         "branches: compaction 4, retry 3; sampled tokens encoded again: 0, by construction",
         "outcomes: completed 18, stuck 2",
+        "rollouts without a reward: 0 of 20 (none)",
         "sampler/trainer log-prob gap: at most 5e-06 nats; clipped 25.0% of tokens; 3.0 s a step (median)",
     ]
 

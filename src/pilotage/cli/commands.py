@@ -250,10 +250,10 @@ def _add_reading(commands: _Commands) -> None:
     show.add_argument("rollout", nargs="?", metavar="ROLLOUT")
     show.set_defaults(command=("reading", "show"))
 
-    report = commands.add_parser("report", help="print reward means and write reward_graph.svg")
-    report.add_argument("run", type=Path, metavar="RUN")
+    report = commands.add_parser("report", help="print a run in numbers, or several side by side; draw them")
+    report.add_argument("run", type=Path, nargs="+", metavar="RUN")
     report.add_argument(
-        "--window", type=int, default=5, metavar="STEPS", help="steps a mean covers (%(default)s)"
+        "--window", type=int, default=10, metavar="STEPS", help="steps a mean covers (%(default)s)"
     )
     report.add_argument(
         "--anchors", type=Path, metavar="FILE", help="what `pilotage baseline --json` printed, to draw beside"

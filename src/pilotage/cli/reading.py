@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pilotage.cli.runs import open_run
 from pilotage.errors import ConfigError
+from pilotage.loops.run_directory import RunDirectory
 
 
 async def show(arguments: argparse.Namespace) -> int:
@@ -31,23 +33,47 @@ async def show(arguments: argparse.Namespace) -> int:
 
 
 async def report(arguments: argparse.Namespace) -> int:
-    """Print a run's report and write its graph."""
-    from pilotage.ops import format_report, write_reward_graph
-    from pilotage.recipes.reference import describe_recipe
+    """Print a run's report, or several side by side, and write the graph."""
+    from pilotage.ops import write_reward_graph
 
-    run = open_run(arguments.run)
-    records = run.metrics()
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")
+    runs = [open_run(path) for path in arguments.run]
     anchors = _anchors(arguments.anchors) if arguments.anchors is not None else {}
-    print("\n".join(describe_recipe(run.config())))
-    print(format_report(records, window=arguments.window))
+    if len({run.path.resolve() for run in runs}) != len(runs):
+        raise ConfigError("the same run is named twice; name each run once")
+    records = {str(run.path) if len(runs) > 1 else run.path.name: run.metrics() for run in runs}
+    print(_comparison(records, arguments.window) if len(runs) > 1 else _whole(runs[0], arguments.window))
     for name, reward in anchors.items():
         print(f"anchor {name}: {reward:.3f}")
-    graph = run.path / "reward_graph.svg"
-    write_reward_graph(graph, {run.path.name: records}, window=arguments.window, anchors=anchors)
+    graph = runs[0].path / "reward_graph.svg" if len(runs) == 1 else Path("comparison.svg")
+    write_reward_graph(graph, records, window=arguments.window, anchors=anchors)
     print(f"graph: {graph}")
     return 0
+
+
+def _comparison(records: Mapping[str, Sequence[Mapping[str, float]]], window: int) -> str:
+    from pilotage.ops import format_comparison
+
+    return format_comparison(records, window=window)
+
+
+def _whole(run: RunDirectory, window: int) -> str:
+    from pilotage.ops import format_report
+    from pilotage.ops.alarms import find_alarms, format_alarms
+    from pilotage.ops.status import format_status, read_status
+    from pilotage.recipes.reference import describe_recipe
+
+    records = run.metrics()
+    return "\n".join(
+        [
+            *describe_recipe(run.config()),
+            format_status(read_status(run)),
+            "",
+            format_report(records, window=window),
+            *format_alarms(find_alarms(records)),
+        ]
+    )
 
 
 def _anchors(path: Path) -> dict[str, float]:

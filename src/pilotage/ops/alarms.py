@@ -339,6 +339,16 @@ def find_alarms(records: Sequence[Record], surroundings: Surroundings | None = N
 _OF_REWARDS = frozenset({AlarmName.REWARDS_ZERO, AlarmName.REWARDS_EQUAL})
 
 
+def format_alarms(alarms: Sequence[Alarm]) -> list[str]:
+    """Return a few lines for each alarm: what was seen, what may be behind it, what to run."""
+    lines: list[str] = []
+    for alarm in alarms:
+        lines.append(f"ALARM {alarm.name} at step {alarm.step}: {alarm.evidence}")
+        lines += [f"  may be: {cause}" for cause in alarm.guide.causes]
+        lines.append(f"  check: {alarm.guide.check}")
+    return lines
+
+
 def _of_surroundings(steps: Sequence[Record], around: Surroundings) -> dict[AlarmName, str | None]:
     found: dict[AlarmName, str | None] = {}
     seconds = [step["time/step_s"] for step in steps if "time/step_s" in step]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pilotage.types import OUTCOME_RULES, Outcome
+
 type Record = Mapping[str, float]
 
 
@@ -103,7 +105,8 @@ def _evaluation_lines(records: Sequence[Record]) -> list[str]:
 
 
 def _ledger_lines(records: Sequence[Record]) -> list[str]:
-    steps = training_steps(records)
+    # A step in which every rollout failed has tokens, though no reward.
+    steps = [record for record in records if "ledger/sampled_tokens" in record]
     sums = {
         name: int(sum(record[f"ledger/{name}_tokens"] for record in steps))
         for name in ("sampled", "trained", "masked", "dropped")
@@ -130,14 +133,71 @@ def _policy_lines(records: Sequence[Record]) -> list[str]:
     ]
 
 
+_TIMES = {
+    "rollouts": "time/rollouts_s",
+    "training": "time/train_s",
+    "publishing": "time/publish_s",
+    "evaluation": "time/evaluation_s",
+}
+
+
+def _time_and_lag_lines(records: Sequence[Record]) -> list[str]:
+    found = {name: [r[key] for r in records if key in r] for name, key in _TIMES.items()}
+    medians = ", ".join(f"{name} {np.median(values):.2g} s" for name, values in found.items() if values)
+    lag = [record["lag/mean_versions"] for record in records if "lag/mean_versions" in record]
+    lines = [f"median times: {medians}"] if medians else []
+    return [*lines, f"lag: {np.mean(lag):.2g} versions, at most {max(lag):.2g}"] if lag else lines
+
+
+def _failure_lines(records: Sequence[Record]) -> list[str]:
+    """Count what went wrong: rollouts without a reward by outcome, and signs of hacks."""
+    steps = [record for record in records if record["step"] > 0]
+    failed = {
+        outcome: count
+        for outcome, count in totals(steps, "outcome/").items()
+        if not OUTCOME_RULES[Outcome(outcome)].has_reward
+    }
+    rollouts = sum(int(r.get("reward/count", 0) + r.get("reward/none_count", 0)) for r in steps)
+    lines = [f"rollouts without a reward: {sum(failed.values())} of {rollouts} ({_listed(failed)})"]
+    if any(name.startswith("hack/") for record in steps for name in record):
+        lines.append(f"rollouts with signs of a hack: {_listed(totals(steps, 'hack/'))}")
+    return lines
+
+
+def format_comparison(runs: Mapping[str, Sequence[Record]], *, window: int) -> str:
+    """Return the reward means of several runs side by side, and what each comes to held out."""
+    width = max(11, *(len(name) for name in runs))
+    means = {name: {m.first_step: m for m in window_means(records, window)} for name, records in runs.items()}
+    starts = sorted({start for found in means.values() for start in found})
+    lines = ["  ".join([f"{'steps':>11}", *(f"{name:>{width}}" for name in runs)])]
+
+    def line(head: str, cells: Iterable[float | None]) -> str:
+        shown = (f"{'-' if cell is None else f'{cell:.3f}':>{width}}" for cell in cells)
+        return "  ".join([f"{head:>11}", *shown])
+
+    for start in starts:
+        found = [means[name].get(start) for name in runs]
+        last = max(part.last_step for part in found if part is not None)
+        lines.append(line(f"{start}-{last}", (None if part is None else part.mean for part in found)))
+    held_out = {
+        name: [record["eval/reward_mean"] for record in records if "eval/reward_mean" in record]
+        for name, records in runs.items()
+    }
+    for head, index in (("held-out 0", 0), ("last", -1)):
+        lines.append(line(head, (values[index] if values else None for values in held_out.values())))
+    return "\n".join(lines)
+
+
 def format_report(records: Sequence[Record], *, window: int) -> str:
     """Return the report of a run as text.
 
     Args:
         window: steps per row of the reward table.
     """
-    if not training_steps(records):
+    if all(record["step"] == 0 for record in records):
         return "no finished step yet"
+    if not training_steps(records):
+        return "\n".join(["no step with a reward yet", *_failure_lines(records)])
     lines = [*_window_table(records, window), "", *_evaluation_lines(records)]
     shares = rise_shares(records, window)
     if shares is not None:
@@ -145,4 +205,5 @@ def format_report(records: Sequence[Record], *, window: int) -> str:
             f"rise from the first {window} steps to the last {window}: "
             f"{shares.better_answers:+.3f} better answers, {shares.repaired_hand_ins:+.3f} repaired hand-ins"
         )
-    return "\n".join([*lines, *_ledger_lines(records), *_policy_lines(records)])
+    details = (_ledger_lines, _failure_lines, _policy_lines, _time_and_lag_lines)
+    return "\n".join([*lines, *(line for describe in details for line in describe(records))])
