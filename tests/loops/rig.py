@@ -10,6 +10,7 @@ import numpy as np
 
 from pilotage.errors import TrainerError
 from pilotage.loops import LoopSettings, RunDirectory, SynchronousLoop
+from pilotage.trackers import TrackedRun, TrackerName, open_trackers
 from pilotage.types import (
     OUTCOME_RULES,
     AdamParams,
@@ -203,8 +204,25 @@ class Rig:
             trainer=self.trainer, spread=self.spread, failing=self.failing, ends=self.ends
         )
 
-    async def run(self, path: Path, *, resume: bool = False) -> None:
-        with RunDirectory.open(path, {"name": "demo"}, resume=resume) as run:
+    async def run(
+        self, path: Path, *, resume: bool = False, loggers: Sequence[TrackerName] = ()
+    ) -> list[tuple[str, str]]:
+        """Run to the end; return what trackers failed with."""
+        failures: list[tuple[str, str]] = []
+        with (
+            RunDirectory.open(path, {"name": "demo"}, resume=resume) as run,
+            open_trackers(
+                loggers,
+                TrackedRun(
+                    name=path.name,
+                    project="demo",
+                    directory=path / "trackers",
+                    config={"name": "demo", "loop": {"seed": 0}},
+                    records=run.kept_metrics(),
+                ),
+                lambda name, message: failures.append((name, message)),
+            ) as sinks,
+        ):
             loop = SynchronousLoop(
                 trainer=self.trainer,
                 runner=self.runner,
@@ -213,5 +231,7 @@ class Rig:
                 held_out_tasks=make_tasks("held_out", self.num_held_out),
                 settings=self.settings,
                 observer=self.watcher,
+                sinks=sinks,
             )
             await loop.run()
+        return failures

@@ -20,6 +20,7 @@ _EXTRAS = {
     "litellm": "agents",
     "datasets": "data",
     "unidiff": "data",
+    "pyarrow": "data",
     "libcst": "factory",
     "pytest": "factory",
 }
@@ -259,6 +260,11 @@ def _add_reading(commands: _Commands) -> None:
         "--anchors", type=Path, metavar="FILE", help="what `pilotage baseline --json` printed, to draw beside"
     )
     report.set_defaults(command=("reading", "report"))
+
+    export = commands.add_parser("export", help="write what a run trained on as parquet, a row a sample")
+    export.add_argument("run", type=Path, metavar="RUN")
+    export.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="new file")
+    export.set_defaults(command=("reading", "export"))
 
     baseline = commands.add_parser("baseline", help="score search without a model on localization tasks")
     baseline.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")

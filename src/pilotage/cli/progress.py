@@ -31,8 +31,12 @@ class _Bar:
 class TerminalObserver(_Bar):
     """An `Observer`; where the output is no terminal, only the lines are printed."""
 
-    def __init__(self, *, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int, prints_records: bool = True) -> None:
+        """Args:
+        prints_records: whether each step's record becomes a line.
+        """
         self._num_steps = num_steps
+        self._prints_records = prints_records
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -60,7 +64,8 @@ class TerminalObserver(_Bar):
 
     def on_record(self, record: dict[str, float]) -> None:
         """See `Observer`."""
-        self.say(step_line(record, self._num_steps))
+        if self._prints_records:
+            self.say(step_line(record, self._num_steps))
 
 
 class PackagesProgress(_Bar):

@@ -86,6 +86,15 @@ def _anchors(path: Path) -> dict[str, float]:
         raise ConfigError(f"--anchors {path} is not what `pilotage baseline --json` prints") from None
 
 
+async def export(arguments: argparse.Namespace) -> int:
+    """Write a run's samples as parquet."""
+    from pilotage.ops.export import write_samples
+
+    run = open_run(arguments.run)
+    print(f"wrote {write_samples(run, arguments.out)} samples to {arguments.out}")
+    return 0
+
+
 async def verify(arguments: argparse.Namespace) -> int:
     """Say whether a template is append-only: exit code 0 if it can be used token-exactly, 1 if not."""
     from pilotage.rendering import format_report, verify_template

@@ -8,13 +8,19 @@ import signal
 import tempfile
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pilotage.errors import ConfigError
 from pilotage.recipes import Recipe, load_recipe
 from pilotage.recipes.environment import environment_overrides, run_directory, translated
 from pilotage.recipes.reference import describe_recipe
 from pilotage.types import Task
+
+if TYPE_CHECKING:
+    from pilotage.loops import RunDirectory
+    from pilotage.trackers import TrackedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +41,14 @@ def plan(arguments: argparse.Namespace) -> Plan:
     """
     from pilotage.datasets import load_tasks, overlaps
     from pilotage.rollouts.task_validation import check_tasks
+    from pilotage.trackers import check_trackers
 
     overrides: list[str] = arguments.overrides
     launch = os.environ if arguments.launch_environment else {}
     if arguments.launch_environment:
         overrides = [*environment_overrides(launch), *translated(overrides)]
     recipe = load_recipe(arguments.recipe, overrides)
+    check_trackers(recipe.logger)
     path = run_directory(launch, arguments.runs_dir, arguments.run_name or recipe.name)
     train_tasks, held_out = load_tasks(recipe.tasks.train), load_tasks(recipe.tasks.held_out)
     if shared := overlaps(train_tasks, held_out):
@@ -60,11 +68,18 @@ async def train(arguments: argparse.Namespace) -> int:
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops import write_reward_graph
     from pilotage.recipes.stack import open_stack
+    from pilotage.trackers import TrackerName, open_trackers
 
     planned = plan(arguments)
     recipe, path = planned.recipe, planned.path
-    observer = TerminalObserver(num_steps=recipe.loop.num_steps)
-    with RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run, observer:
+    observer = TerminalObserver(
+        num_steps=recipe.loop.num_steps, prints_records=TrackerName.CONSOLE in recipe.logger
+    )
+    with (
+        RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run,
+        observer,
+        open_trackers(recipe.logger, _tracked(run, recipe), partial(_tracker_failed, run)) as sinks,
+    ):
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
         for line in describe_recipe(recipe.resolved()):
             observer.say(line)
@@ -87,10 +102,28 @@ async def train(arguments: argparse.Namespace) -> int:
                 held_out_tasks=planned.held_out_tasks,
                 settings=recipe.loop,
                 observer=observer,
+                sinks=sinks,
             )
             await loop.run()
         write_reward_graph(path / "reward_graph.svg", {path.name: run.metrics()}, window=5)
     return 0
+
+
+def _tracked(run: "RunDirectory", recipe: Recipe) -> "TrackedRun":
+    """Return what trackers are told: of a run that is resumed, the records that its loop will keep."""
+    from pilotage.trackers import TrackedRun
+
+    return TrackedRun(
+        name=run.path.name,
+        project=recipe.name,
+        directory=run.path / "trackers",
+        config=recipe.resolved(),
+        records=run.kept_metrics(),
+    )
+
+
+def _tracker_failed(run: "RunDirectory", name: str, message: str) -> None:
+    run.event("tracker_failed", tracker=name, message=message)
 
 
 def _origin(model: Path) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pilotage.algorithms import StepBatch
+from pilotage.algorithms.hack_gauges import HackSign
 from pilotage.types import (
     BranchCause,
     ForwardBackwardResult,
@@ -79,6 +80,9 @@ def _counter_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     record: dict[str, float] = {f"branch/{cause}": causes[cause] for cause in BranchCause}
     record["rollout/retried"] = sum(rollout.attempt > 0 for rollout in rollouts)
     record["rollout/turns_mean"] = float(np.mean(turns))
+    for sign in HackSign:
+        del counters[f"hack_{sign}"]
+        record[f"hack/{sign}"] = sum(rollout.counters.get(f"hack_{sign}", 0) > 0 for rollout in rollouts)
     return record | {f"proxy/{name}": count for name, count in sorted(counters.items())}
 
 

@@ -22,10 +22,14 @@ from pilotage.loops.rollout_files import write_rollout
 from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Rollout
 
+FREE_KEYS = frozenset({"logger"})
+"""May differ when a run is resumed: they decide who watches, not what is learnt."""
+
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a resolved config that does not depend on the order of its keys."""
-    return hashlib.sha256(orjson.dumps(dict(config), option=orjson.OPT_SORT_KEYS)).hexdigest()
+    """Return a digest of what decides a run, from its resolved config in any order of its keys."""
+    deciding = {key: value for key, value in config.items() if key not in FREE_KEYS}
+    return hashlib.sha256(orjson.dumps(deciding, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -40,7 +44,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _differences(saved: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     old, new = _flat(saved), _flat(given)
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    keys = sorted((old.keys() | new.keys()) - FREE_KEYS)
+    keys = [key for key in keys if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in keys)
 
 
@@ -167,6 +172,11 @@ class RunDirectory:
     def events(self) -> list[dict[str, Any]]:
         """Return what `event` wrote, oldest first."""
         return _objects(self.events_path)
+
+    def kept_metrics(self) -> list[dict[str, float]]:
+        """Return the records that a resume keeps: those that the newest checkpoint has behind it."""
+        newest = self.newest_checkpoint()
+        return [] if newest is None else [record for record in self.metrics() if record["step"] <= newest]
 
     def add_rollout(self, folder: str, rollout: Rollout) -> None:
         """Write a rollout to `rollouts/FOLDER/`, and its `.error` file where it failed."""

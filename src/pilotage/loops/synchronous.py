@@ -22,7 +22,7 @@ import numpy as np
 
 from pilotage.algorithms import build_batch
 from pilotage.errors import ConfigError, PilotageError, TrainerError
-from pilotage.interfaces import RolloutRunner, Trainer
+from pilotage.interfaces import MetricSink, RolloutRunner, Trainer
 from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
 from pilotage.loops.run_directory import RunDirectory
 from pilotage.loops.settings import LoopSettings
@@ -122,10 +122,12 @@ class SynchronousLoop:
         held_out_tasks: Sequence[Task],
         settings: LoopSettings,
         observer: Observer,
+        sinks: Sequence[MetricSink] = (),
     ) -> None:
         """Args:
         train_tasks: at least one.
         held_out_tasks: none switches evaluation off.
+        sinks: get each record once it is on disk.
         """
         if not train_tasks:
             raise ConfigError("there are no tasks to train on; give tasks.train")
@@ -137,6 +139,7 @@ class SynchronousLoop:
         self._settings = settings
         self._rules = settings.outcome_rules()
         self._observer = observer
+        self._sinks = sinks
         self._weights_version = 0
         self._last_step = -1
 
@@ -254,6 +257,8 @@ class SynchronousLoop:
         if self._is_due(step, self._settings.checkpoint_every_steps):
             await self._trainer.save(run.checkpoint(step))
             run.event("checkpoint", step=step)
+        for sink in self._sinks:
+            sink.write(record)
         self._observer.on_record(record)
 
     def _is_due(self, step: int, every: int) -> bool:

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from pilotage.algorithms.hack_gauges import call_signs, output_signs
 from pilotage.errors import ContextExceededError, SamplerError, TemplateError
 from pilotage.interfaces import Renderer, Sampler
 from pilotage.proxy.canonical import canonical_reply
@@ -26,6 +27,7 @@ from pilotage.types import (
     Completion,
     Message,
     ParsedReply,
+    Role,
     SamplingParams,
     SessionRecord,
     SessionSpec,
@@ -237,7 +239,15 @@ class Session:
             finished_at=time.time(),
         )
         self.counters["malformed_calls"] += parsed.malformed_calls
+        self._note_signs(parsed, request, at)
         return self.tree.record(turn, self._reply(parsed), request, at.num_matched)
+
+    def _note_signs(self, parsed: ParsedReply, request: TurnRequest, at: Attachment) -> None:
+        """Count, once a turn, each sign of reward hacking in its calls and in the outputs that it answers."""
+        new = (read.message for read in request.messages[at.num_matched :])
+        outputs = (message.content for message in new if message.role is Role.TOOL)
+        for sign in call_signs(parsed.message.tool_calls) | output_signs(outputs):
+            self.counters[f"hack_{sign}"] += 1
 
     def _reply(self, parsed: ParsedReply) -> Reply:
         """Name the calls; the ids are unique in the session, and the same when a run is repeated."""

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
 from pilotage.recipes.reference import changes
 from pilotage.rollouts.routes import Route
+from pilotage.trackers.names import TrackerName
 
 
 class _Section(BaseModel):
@@ -122,11 +123,19 @@ class Recipe(_Section):
     """Whose hyperparameters it takes or forks; a recipe of the reference's own name has exactly those."""
     backend: Literal["local", "cortex"] = "local"
     """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service."""
+    logger: tuple[TrackerName, ...] = (TrackerName.CONSOLE,)
+    """Who gets each step's record beside `metrics.jsonl`; one name or a list. May change on a resume."""
     policy: PolicySettings
     tasks: TaskSettings = TaskSettings()
     rollouts: RolloutSettings = RolloutSettings()
     loop: LoopSettings = LoopSettings()
     job: JobSettings = JobSettings()
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _read_names(cls, value: object) -> object:
+        """Take one name, or names between commas, as launch blocks write them."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _keep_references_intact(self) -> Self:

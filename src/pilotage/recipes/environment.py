@@ -4,6 +4,7 @@ A launch block that was written for those recipes sets variables, names a script
 these two tables only the script's path changes.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +22,10 @@ _VARIABLES: Mapping[str, str] = {
     "OPENHANDS_SYSTEM_PROMPT_FILE": "rollouts.system_prompt_file",
     "OPENHANDS_WORKSPACE": "rollouts.trials_directory",
     "STARTUP_TIMEOUT": "job.startup_timeout_s",
+    "LOGGER": "logger",
 }
 _LISTS = frozenset({"tasks.train", "tasks.held_out", "rollouts.skills", "rollouts.tools"})
+_NAMES = frozenset({"logger"})
 _NUMBERS = frozenset({"job.startup_timeout_s"})
 _AGENTS: Mapping[str, str] = {
     "OpenHandsHarborAgent": "openhands",
@@ -39,6 +42,7 @@ _OVERRIDES: Mapping[str, str] = {
     "trainer.ckpt_interval": "loop.checkpoint_every_steps",
     "trainer.policy.optimizer_config.lr": "loop.optimizer.learning_rate",
     "trainer.seed": "loop.seed",
+    "trainer.logger": "logger",
     "generator.n_samples_per_prompt": "loop.group_size",
     "generator.max_turns": "rollouts.max_turns",
     "generator.sampling_params.temperature": "loop.sampling.temperature",
@@ -49,15 +53,13 @@ def environment_overrides(environment: Mapping[str, str]) -> list[str]:
     """Return the overrides that the variables of a launch block ask for.
 
     Raises:
-        ConfigError: STARTUP_TIMEOUT is no number, or LOGGER names a tracker that there is not.
+        ConfigError: STARTUP_TIMEOUT is no number.
     """
     overrides: list[str] = []
     for variable, key in _VARIABLES.items():
         text = environment.get(variable, "").strip()
         if text:
             overrides.append(f"{key}={_toml(variable, key, text)}")
-    if (logger := environment.get("LOGGER", "console").strip()) not in ("", "console"):
-        raise ConfigError(f"LOGGER={logger}: only console; runs/NAME/metrics.jsonl has every figure")
     return overrides
 
 
@@ -65,6 +67,9 @@ def _toml(variable: str, key: str, text: str) -> str:
     if key in _LISTS:
         items = [item.strip() for item in text.replace(":", ",").split(",") if item.strip()]
         return orjson.dumps(items).decode()
+    if key in _NAMES:
+        # LOGGER=wandb, LOGGER=console,wandb and LOGGER='["console","wandb"]' are all in use.
+        return orjson.dumps(",".join(re.findall(r"[\w-]+", text))).decode()
     if key in _NUMBERS:
         try:
             return str(float(text))

@@ -40,4 +40,5 @@ class SessionRecord:
     sampler_failure: str = ""
     """Message of the last sampler fault that was answered to the agent; empty where none."""
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
-    """requests, malformed_calls, coalesced, replayed, orphaned, overridden_NAME, refused_NAME."""
+    """requests, malformed_calls, coalesced, replayed, orphaned, overridden_NAME, refused_NAME,
+    hack_NAME (turns with that sign, see `algorithms.hack_gauges`)."""
