@@ -119,12 +119,18 @@ class Index:
     async def siblings(self, run: Run, name: str, group: str) -> list[Summary]:
         """Return the summaries of a group, all of them: an advantage depends on every one.
 
-        Only files whose ids begin with the group's, as those of the loop do, are waited for.
+        Files that were not read yet are read here and now, without their text: the workers have a queue.
+        Only those whose ids begin with the group's, as the loop makes them, can belong to it.
         """
-        pending = self._start(run, name, self._scan(run, name), prefix=group)
-        if pending:
-            await asyncio.wait(pending)
-        return [summary for summary in self._scan(run, name).known() if summary.group == group]
+        folder = self._scan(run, name)
+        directory = run.path / "rollouts" / name
+        missing = [directory / file for file in folder.missing() if file.startswith(group)]
+        known = folder.known()
+        if missing:
+            known += await asyncio.to_thread(summarise_files, missing, PolicyText(model=""))
+        return sorted(
+            (summary for summary in known if summary.group == group), key=lambda summary: summary.id
+        )
 
     async def search(
         self, run: Run, files: list[Path], wanted: str, *, wait_s: float
@@ -166,13 +172,13 @@ class Index:
         return folder
 
     def _start(
-        self, run: Run, name: str, folder: _Folder, *, prefix: str = "", most: int | None = None
+        self, run: Run, name: str, folder: _Folder, *, most: int | None = None
     ) -> list[asyncio.Task[None]]:
         """Have what is missing read, at most `most` files of it; return the tasks that do so."""
         if self._group is None:
             return []
         directory = run.path / "rollouts" / name
-        paths = [directory / file for file in folder.missing() if file.startswith(prefix)][:most]
+        paths = [directory / file for file in folder.missing()][:most]
         fresh = [path for path in paths if path not in self._reading]
         for at in range(0, len(fresh), _CHUNK_FILES):
             chunk = fresh[at : at + _CHUNK_FILES]
