@@ -251,6 +251,18 @@ def _add_reading(commands: _Commands) -> None:
     show.add_argument("rollout", nargs="?", metavar="ROLLOUT")
     show.set_defaults(command=("reading", "show"))
 
+    view = commands.add_parser("view", help="show runs on a local web page, or write one as an HTML file")
+    view.add_argument(
+        "runs", type=Path, nargs="?", default=Path("runs"), metavar="RUNS_DIR", help="or one run"
+    )
+    view.add_argument(
+        "--host", default="127.0.0.1", metavar="H", help="elsewhere a key is needed (%(default)s)"
+    )
+    view.add_argument("--port", type=int, default=7500, metavar="P", help="%(default)s; 0 takes a free one")
+    view.add_argument("--export", type=Path, metavar="FILE.html", help="write one run there instead")
+    view.add_argument("--rollout", metavar="ID", help="with --export: only this rollout, with its tokens")
+    view.set_defaults(command=("reading", "view"))
+
     report = commands.add_parser("report", help="print a run in numbers, or several side by side; draw them")
     report.add_argument("run", type=Path, nargs="+", metavar="RUN")
     report.add_argument(

@@ -32,6 +32,27 @@ async def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+async def view(arguments: argparse.Namespace) -> int:
+    """Show runs on a local web page, or write one as a file."""
+    from pilotage.ops.view import export, serve
+
+    if arguments.export is not None:
+        await export(arguments.runs, rollout=arguments.rollout, file=arguments.export)
+        print(f"written: {arguments.export}")
+        return 0
+    if arguments.rollout is not None:
+        raise ConfigError("--rollout goes with --export FILE.html; without it, open the rollout in the page")
+    if not 0 <= arguments.port <= 65535:
+        raise ConfigError(f"--port lies in 0 to 65535, got {arguments.port}")
+    await serve(
+        arguments.runs,
+        host=arguments.host,
+        port=arguments.port,
+        on_ready=lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True),
+    )
+    return 0
+
+
 async def report(arguments: argparse.Namespace) -> int:
     """Print a run's report, or several side by side, and write the graph."""
     from pilotage.ops import write_reward_graph

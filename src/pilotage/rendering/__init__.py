@@ -12,7 +12,7 @@ from pilotage.rendering.dialect import MALFORMED_NAME, Dialect, ThinkBlock
 from pilotage.rendering.loading import load_renderer
 from pilotage.rendering.qwen import Qwen3, Qwen35
 from pilotage.rendering.renderer import TemplateRenderer
-from pilotage.rendering.tokenizer import Markup, Segment, TokenizerFile
+from pilotage.rendering.tokenizer import DecodedPiece, Markup, Segment, TokenizerFile
 from pilotage.rendering.verify import TemplateReport, format_report, verify_template
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "MALFORMED_NAME",
     "ChatML",
     "ChatTemplate",
+    "DecodedPiece",
     "Dialect",
     "Markup",
     "Qwen3",

@@ -1,6 +1,6 @@
 """The renderer: one class for every template, made of a tokenizer and a dialect."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pilotage.errors import TemplateError
 from pilotage.rendering.dialect import (
@@ -13,7 +13,7 @@ from pilotage.rendering.dialect import (
     ThinkBlock,
 )
 from pilotage.rendering.reply import ReplyMarkers, parse_reply
-from pilotage.rendering.tokenizer import Markup, TokenizerFile
+from pilotage.rendering.tokenizer import DecodedPiece, Markup, TokenizerFile
 from pilotage.types import Message, ParsedReply, Role, TokenIds, ToolSchema
 
 _HEADER = "<|im_start|>assistant\n"
@@ -82,6 +82,10 @@ class TemplateRenderer:
     def decode(self, ids: TokenIds) -> str:
         """Return the text of ids, control tokens included; for people, never for the sampler."""
         return self._tokenizer.decode(ids.tolist())
+
+    def read(self, ids: TokenIds) -> Iterator[DecodedPiece]:
+        """Yield what `decode` returns, each control token as a piece of its own."""
+        return self._tokenizer.read(ids.tolist())
 
 
 def _require_id(tokenizer: TokenizerFile, marker: str) -> int:

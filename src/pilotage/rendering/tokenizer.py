@@ -34,6 +34,15 @@ class Markup:
 type Segment = Markup | str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodedPiece:
+    """Text that ids stand for."""
+
+    text: str
+    is_control: bool = False
+    """Whether it is one control token, and not text that may look like one."""
+
+
 class TokenizerFile:
     """Encodes segments and decodes ids. Immutable; one may serve any number of renderers."""
 
@@ -92,17 +101,22 @@ class TokenizerFile:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, control tokens included; bytes that are no UTF-8 become U+FFFD."""
-        texts: list[str] = []
+        return "".join(piece.text for piece in self.read(ids))
+
+    def read(self, ids: Iterable[int]) -> Iterator[DecodedPiece]:
+        """Yield the text of ids in order, each control token as a piece of its own."""
         run: list[int] = []
         for token in map(int, ids):
             added = self._added_texts.get(token)
             if added is None:
                 run.append(token)
                 continue
-            texts += [self._text_tokenizer.decode(run), added]
-            run.clear()
-        texts.append(self._text_tokenizer.decode(run))
-        return "".join(texts)
+            if run:
+                yield DecodedPiece(text=self._text_tokenizer.decode(run))
+                run.clear()
+            yield DecodedPiece(text=added, is_control=True)
+        if run:
+            yield DecodedPiece(text=self._text_tokenizer.decode(run))
 
     def _pieces(self, segment: Segment) -> Iterator[str | int]:
         """Yield the text of a segment, cut at the added tokens of a markup, which come as ids."""

@@ -1,0 +1,189 @@
+"""The runs below a directory, read only. A run is found by its name among those listed, never by a path
+that a browser sent."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pilotage.errors import ConfigError
+from pilotage.loops import LoopSettings, RunDirectory
+from pilotage.ops.report import Record
+from pilotage.processes import identify
+from pilotage.types import Outcome, OutcomeRule
+
+
+class RunState(StrEnum):
+    """What a run is doing, as far as its files say."""
+
+    LIVE = "live"
+    """Its launcher runs on this machine."""
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Neither: killed, failed, or it runs on another machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRules:
+    """What a recipe says about how a step's rollouts become a batch."""
+
+    outcomes: Mapping[Outcome, OutcomeRule]
+    scale_by_std: bool
+
+
+class Run:
+    """One run's files. Reads again only what has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.directory = RunDirectory(path)
+        self._metrics_stamp: tuple[int, int] | None = None
+        self._metrics: list[Record] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.path.name
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the resolved config; empty where it cannot be read."""
+        try:
+            return self.directory.config()
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+            return {}
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return one section of the config, empty where there is none."""
+        found = self.config().get(name)
+        return found if isinstance(found, dict) else {}
+
+    def model(self) -> str:
+        """Return the model directory of the policy, empty where the config names none."""
+        return str(self.section("policy").get("model", ""))
+
+    def rules(self) -> TrainingRules | None:
+        """Return the recipe's rules; None where this version of Pilotage cannot read them."""
+        try:
+            settings = LoopSettings.model_validate(self.section("loop"))
+        except ValueError:
+            return None
+        return TrainingRules(outcomes=settings.outcome_rules(), scale_by_std=settings.scale_advantages_by_std)
+
+    def metrics(self) -> list[Record]:
+        """Return the records that have a step, oldest first."""
+        stamp = _stamp(self.path / "metrics.jsonl")
+        if stamp != self._metrics_stamp:
+            self._metrics = [
+                record
+                for record in self.directory.metrics()
+                if isinstance(record, dict) and isinstance(record.get("step"), int | float)  # pyright: ignore
+            ]
+            self._metrics_stamp = stamp
+        return self._metrics
+
+    def record(self, step: int) -> Record:
+        """Return the record of a step, empty where it has none yet."""
+        return next((record for record in reversed(self.metrics()) if record["step"] == step), {})
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the events, oldest first; lines that are torn are left out."""
+        path = self.path / "events.jsonl"
+        events: list[dict[str, Any]] = []
+        for line in path.read_bytes().splitlines() if path.is_file() else []:
+            try:
+                event = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
+        return events
+
+    def state(self) -> RunState:
+        """Say what the run is doing."""
+        pid = self.path / "launcher.pid"
+        try:
+            text = pid.read_text().strip()
+        except OSError:
+            text = ""
+        if text.isdigit() and identify(int(text)) is not None:
+            return RunState.LIVE
+        is_finished = any(event["event"] == "finished" for event in self.events()[-3:])
+        return RunState.FINISHED if is_finished else RunState.STOPPED
+
+    def folders(self) -> list[str]:
+        """Return the folders of rollouts, oldest step first, each evaluation after the step it follows."""
+        root = self.path / "rollouts"
+        names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+        return sorted(names, key=lambda name: (step_of(name), not name.startswith("step")))
+
+    def files(self, folder: str) -> list[Path]:
+        """Return the rollout files of one folder, in order of id."""
+        return sorted((self.path / "rollouts" / folder).glob("*.json.gz"))
+
+    def revision(self) -> str:
+        """Return a word that changes when the run has something new to show."""
+        folders = self.folders()
+        newest = self.path / "rollouts" / folders[-1] if folders else self.path
+        stamps = [_stamp(self.path / name) for name in ("metrics.jsonl", "events.jsonl")]
+        return f"{stamps}{len(folders)}{_stamp(newest)}{self.state()}"
+
+
+def step_of(folder: str) -> int:
+    """Return the step that a folder of rollouts is named after; -1 where it is named otherwise."""
+    number = folder.rpartition("-")[2]
+    return int(number) if number.isdecimal() and number.isascii() else -1
+
+
+def rollout_id(path: Path) -> str:
+    """Return the id of the rollout in a file."""
+    return path.name.removesuffix(".json.gz")
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+class Library:
+    """The runs of a directory, or one run where the directory is one."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises:
+        ConfigError: there is no such directory.
+        """
+        if not root.is_dir():
+            raise ConfigError(f"{root} is no directory; give a directory of runs, or one run")
+        self._root = root.resolve()
+        self._runs: dict[str, Run] = {}
+
+    @property
+    def root(self) -> Path:
+        """The directory that was given, absolute."""
+        return self._root
+
+    def runs(self) -> list[Run]:
+        """Return the runs, the one with the newest activity first."""
+        if (self._root / "config.toml").is_file():
+            paths = [self._root]
+        else:
+            paths = [path for path in self._root.iterdir() if (path / "config.toml").is_file()]
+        names = {path.name: path for path in paths}
+        self._runs = {name: self._runs.get(name) or Run(path) for name, path in names.items()}
+        return sorted(self._runs.values(), key=_activity, reverse=True)
+
+    def find(self, name: str) -> Run | None:
+        """Return the run of that name; None where there is none."""
+        self.runs()
+        return self._runs.get(name)
+
+
+def _activity(run: Run) -> int:
+    stamps = [_stamp(run.path / name) for name in ("metrics.jsonl", "events.jsonl", "config.toml")]
+    return max(stamp[0] for stamp in stamps if stamp is not None)

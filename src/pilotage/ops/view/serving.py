@@ -1,0 +1,108 @@
+"""Runs the page on a socket, or writes one page to a file."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import uvicorn
+
+from pilotage.embedded import EmbeddedServer, listen
+from pilotage.errors import ConfigError
+from pilotage.files import write_atomically
+from pilotage.ops.view.app import Viewer
+from pilotage.ops.view.guard import is_loopback
+from pilotage.ops.view.index import Index, cache_directory
+from pilotage.ops.view.library import Library, Run
+from pilotage.ops.view.summaries import PolicyText, open_renderer
+
+_BACKLOG = 128
+_MOST_WORKERS = 4
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.asynccontextmanager
+async def open_viewer(library: Library) -> AsyncGenerator[Viewer]:
+    """Hold the worker processes and the index that a viewer needs."""
+    count = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))
+    workers = ProcessPoolExecutor(
+        max_workers=count, mp_context=multiprocessing.get_context("spawn"), initializer=_ignore_interrupts
+    )
+    workers.submit(open_renderer, PolicyText(model=""))  # starts a process before the first page waits for it
+    index = Index(cache=cache_directory(), workers=workers, num_workers=count)
+    try:
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(index.follow())
+            await asyncio.sleep(0)  # so that the index takes requests
+            try:
+                yield Viewer(library, index)
+            finally:
+                reading.cancel()
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+
+
+async def serve(runs: Path, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        on_ready: told the address to open, with the key where `host` is not loopback.
+
+    Raises:
+        ConfigError: there is no such directory, or the address cannot be used.
+    """
+    library = Library(runs)
+    local = is_loopback(host)
+    key = None if local else secrets.token_urlsafe(24)
+    try:
+        listener = listen(host, port, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; give another --port, or 0 for a free one"
+        ) from None
+    async with open_viewer(library) as viewer:
+        server = EmbeddedServer(
+            uvicorn.Config(
+                viewer.app(key=key, is_loopback=local),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=2,
+            )
+        )
+
+        def stop() -> None:
+            server.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        name = f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{listener.getsockname()[1]}/"
+        on_ready(address if key is None else f"{address}?key={key}")
+        await server.serve(sockets=[listener])
+
+
+async def export(path: Path, *, rollout: str | None, file: Path) -> None:
+    """Write one self-contained HTML file of a run, or of one of its rollouts.
+
+    Raises:
+        ConfigError: it is no run, has no such rollout, or the file cannot be written.
+    """
+    if not (path / "config.toml").is_file():
+        raise ConfigError(f"{path} is no run directory: it has no config.toml; --export takes one run")
+    library = Library(path)
+    run = Run(library.root)
+    async with open_viewer(library) as viewer:
+        html = await (viewer.export_run(run) if rollout is None else viewer.export_rollout(run, rollout))
+    try:
+        write_atomically(file, html.encode())
+    except OSError as error:
+        raise ConfigError(f"--export {file}: {error.strerror}") from None
