@@ -1,4 +1,4 @@
-"""Write the tables of docs/reference.md from the code: recipe keys and outcomes.
+"""Write the tables of docs/reference.md from the code: recipe keys, outcomes and what the doctor finds.
 
 Each table stands between two marker lines; what is around them is written by people. A test compares the
 tables with the code, so they cannot differ for long.
@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pilotage.loops import LoopSettings
+from pilotage.ops.doctor import FindingName
 from pilotage.recipes import Recipe
 from pilotage.types import OUTCOME_RULES
 
@@ -177,6 +178,27 @@ def outcome_table() -> str:
     return "\n".join([head, "|---|---|---|---|---|", *rows])
 
 
+def finding_table() -> str:
+    """Return the table of what `pilotage doctor` looks at."""
+    docs = _member_docs(FindingName)
+    rows = [f"| `{name}` | {_cell(docs[name.name])} |" for name in FindingName]
+    return "\n".join(["| finding | all is well if |", "|---|---|", *rows])
+
+
+def _member_docs(cls: type[Enum]) -> dict[str, str]:
+    """Return the text that follows each member in the source of an enum."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for member, after in zip(body.body, body.body[1:], strict=False):
+        match member, after:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(inspect.cleandoc(text).split())
+            case _:
+                pass
+    return docs
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -189,7 +211,7 @@ def _cell(text: str) -> str:
     return re.sub(r"\|", r"\\|", text)
 
 
-TABLES = {"recipe": recipe_tables, "outcomes": outcome_table}
+TABLES = {"recipe": recipe_tables, "outcomes": outcome_table, "findings": finding_table}
 
 
 def rendered(text: str) -> str:

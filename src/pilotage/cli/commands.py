@@ -287,6 +287,14 @@ def _add_reading(commands: _Commands) -> None:
     verify.add_argument("model", type=Path, metavar="MODEL_OR_DIR")
     verify.set_defaults(command=("reading", "verify"))
 
+    doctor = commands.add_parser("doctor", help="look at everything that a run needs, before it starts")
+    doctor.add_argument("recipe", type=Path, nargs="?", metavar="RECIPE.toml", help="default: this machine")
+    doctor.add_argument("overrides", nargs="*", metavar="a.b=value", help="override a key of the recipe")
+    doctor.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="(%(default)s)")
+    doctor.add_argument("--fix", action="store_true", help="first remove what is surely left of dead runs")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command=("doctor", "doctor"))
+
     sweep = commands.add_parser("sweep", help="remove what killed runs left on this machine")
     sweep.set_defaults(command=("reading", "sweep"))
 
