@@ -72,6 +72,7 @@ if ! [ -x "$venv/bin/uv" ]; then
     "$venv/bin/python" -m pip install --quiet -c constraints.txt uv
 fi
 say "installing pilotage[local,agents,dev] with uv: about 250 packages, 3 GB to download of which torch is most"
-"$venv/bin/uv" pip install --python "$venv/bin/python" -c constraints.txt -e '.[local,agents,dev]'
+# Compiled once here, not by each of the many processes that a run starts, where they may not write.
+"$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" -c constraints.txt -e '.[local,agents,dev]'
 touch "$venv/.pilotage-installed"
 say "done; . $venv/bin/activate gives you the pilotage command"

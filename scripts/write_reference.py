@@ -1,4 +1,4 @@
-"""Write the tables of docs/reference.md from the code: recipe keys, outcomes and what the doctor finds.
+"""Write what docs/reference.md and docs/troubleshooting.md say of the code: keys, outcomes, findings, alarms.
 
 Each table stands between two marker lines; what is around them is written by people. A test compares the
 tables with the code, so they cannot differ for long.
@@ -23,11 +23,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pilotage.loops import LoopSettings
+from pilotage.ops.alarms import GUIDES
 from pilotage.ops.doctor import FindingName
 from pilotage.recipes import Recipe
+from pilotage.rollouts.outcomes import ADVICE
 from pilotage.types import OUTCOME_RULES
 
-REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+REFERENCE, TROUBLESHOOTING = _DOCS / "reference.md", _DOCS / "troubleshooting.md"
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
@@ -211,24 +214,48 @@ def _cell(text: str) -> str:
     return re.sub(r"\|", r"\\|", text)
 
 
-TABLES = {"recipe": recipe_tables, "outcomes": outcome_table, "findings": finding_table}
+def alarm_sections() -> str:
+    """Return one section for each alarm."""
+    parts: list[str] = []
+    for name, guide in GUIDES.items():
+        causes = "\n".join(f"- {cause}" for cause in guide.causes)
+        parts.append(f"### `{name}`\n\nIt rings when {guide.meaning}.\n\n{causes}\n\nRun `{guide.check}`.")
+    return "\n\n".join(parts)
 
 
-def rendered(text: str) -> str:
-    """Return the page with every table written anew.
+def failure_table() -> str:
+    """Return the table of what `.error` files are about."""
+    rows = [
+        f"| `{outcome}` | {_times(rule.max_retries)} | {_cell(ADVICE[outcome])} |"
+        for outcome, rule in OUTCOME_RULES.items()
+        if not rule.has_reward
+    ]
+    return "\n".join(["| outcome | tried again | what to do |", "|---|---|---|", *rows])
+
+
+TABLES = {
+    REFERENCE: {"recipe": recipe_tables, "outcomes": outcome_table, "findings": finding_table},
+    TROUBLESHOOTING: {"alarms": alarm_sections, "failures": failure_table},
+}
+
+
+def rendered(page: Path) -> str:
+    """Return a page with every table written anew.
 
     Raises:
         ValueError: the page lacks the markers of a table.
     """
-    for name, table in TABLES.items():
+    text = page.read_text(encoding="utf-8")
+    for name, table in TABLES[page].items():
         opening, closing = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
         head, found, rest = text.partition(opening)
         _, ended, tail = rest.partition(closing)
         if not found or not ended:
-            raise ValueError(f"{REFERENCE} lacks {opening} or {closing}")
+            raise ValueError(f"{page} lacks {opening} or {closing}")
         text = f"{head}{opening}\n{table()}\n{closing}{tail}"
     return text
 
 
 if __name__ == "__main__":
-    REFERENCE.write_text(rendered(REFERENCE.read_text(encoding="utf-8")), encoding="utf-8")
+    for changed in TABLES:
+        changed.write_text(rendered(changed), encoding="utf-8")

@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripts.write_reference import REFERENCE, rendered
+from scripts.write_reference import REFERENCE, TABLES, rendered
 
 from pilotage.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "skills").rglob("*.md")),
+)
 HEAVY = ("torch", "transformers", "harbor", "openhands", "litellm", "starlette", "uvicorn", "matplotlib")
 COMMAND = Path(sys.executable).with_name("pilotage")
 
@@ -139,9 +144,9 @@ def test_every_package_says_what_it_is() -> None:
 # --- the pages are true ---
 
 
-def test_the_reference_has_the_recipe_and_the_outcomes_of_the_code() -> None:
-    page = REFERENCE.read_text(encoding="utf-8")
-    assert page == rendered(page), "run `make reference`"
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.name)
+def test_a_page_says_what_the_code_says(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == rendered(page), "run `make reference`"
 
 
 def metric_names() -> Iterator[str]:

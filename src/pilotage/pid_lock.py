@@ -43,6 +43,18 @@ def acquire(path: Path) -> PidLock | None:
         time.sleep(0.02)
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a living process holds the lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _is_locked(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
 def holder(path: Path) -> int | None:
     """Return the process id of the living owner, or None where there is none."""
     try:

@@ -18,7 +18,7 @@ _REWARD_KINDS = frozenset({"RewardFileNotFoundError", "RewardFileEmptyError", "V
 _BUDGET_REFUSAL = "refused_turn_budget_exhausted"
 """What the proxy counts when it refuses a call beyond the session's turns."""
 
-_ADVICE = {
+ADVICE = {
     Outcome.AGENT_ERROR: "run the task alone with `pilotage rollout` and read the traceback",
     Outcome.AGENT_TIMEOUT: "raise the agent's deadline, or lower max_turns or max_tokens",
     Outcome.ENVIRONMENT_ERROR: "check that the sandbox starts and that memory and disk are left",
@@ -27,6 +27,7 @@ _ADVICE = {
     Outcome.SAMPLER_ERROR: "read the sampler's log; the rollout is tried again once",
     Outcome.CANCELLED: "nothing to do: it was stopped on purpose",
 }
+"""What a person does about a rollout without a reward; every such outcome has an entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +144,6 @@ def _where(outcome: Outcome) -> str:
 
 def _failed(outcome: Outcome, where: str, message: str, traceback: str = "") -> Verdict:
     failure = RolloutFailure(
-        where=where, message=message, advice=_ADVICE.get(outcome, ""), traceback=traceback
+        where=where, message=message, advice=ADVICE.get(outcome, ""), traceback=traceback
     )
     return Verdict(outcome=outcome, failure=failure)

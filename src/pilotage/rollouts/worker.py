@@ -1,11 +1,10 @@
-"""The program of one worker process: `python -m pilotage.rollouts.worker FD`.
+"""The program of one worker process: `python -m pilotage.rollouts.worker FD PARENT`.
 
 It reads trials from the socket FD, runs many at once in one event loop, and sends each report when it is
 done. It ends when the socket closes, after its trials were cancelled, and at once when its parent dies.
 """
 
 import asyncio
-import ctypes
 import gc
 import importlib
 import os
@@ -14,6 +13,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from pilotage.processes import end_with_parent
 from pilotage.rollouts.frames import Cancel, Done, Frames, Ready, Run
 from pilotage.rollouts.report import TrialReport
 from pilotage.rollouts.third_party import prepare
@@ -28,14 +28,6 @@ _PRELOADED = (
     "pilotage.rollouts.openhands_agent",
 )
 _SHUTDOWN_S = 10.0
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent == 1 or os.getppid() != parent:  # it died before the signal was armed
-        sys.exit(1)
 
 
 async def _work(frames: Frames) -> None:
@@ -72,7 +64,7 @@ async def _serve(descriptor: int) -> None:
 
 def main() -> None:
     """Import what trials need, then work until the socket closes."""
-    _die_with_parent()
+    end_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))
     prepare()
     for module in _PRELOADED:
         importlib.import_module(module)

@@ -77,7 +77,7 @@ async def _start_worker() -> _Worker:
     with theirs:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "pilotage.rollouts.worker", str(theirs.fileno())),
+            *("-m", "pilotage.rollouts.worker", str(theirs.fileno()), str(os.getpid())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

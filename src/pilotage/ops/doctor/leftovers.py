@@ -5,7 +5,6 @@ servers whose own environment names a run that no process holds; and `launcher.p
 """
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import tempfile
@@ -14,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pilotage import pid_lock
+from pilotage.ops.launch import RUN_VARIABLE
 from pilotage.processes import is_running
 from pilotage.rollouts.register import Register, sweep
 
-_RUN_VARIABLE = "PILOTAGE_RUN"
-"""In a tmux server's environment: the absolute directory of the run that it was started for."""
 _TMUX_TIMEOUT_S = 2.0
 _YOUNG_S = 60.0
 """A tmux server is older than its run's lock by the start of a driver; a younger one is left alone."""
@@ -95,21 +94,7 @@ def remove_leftovers(runs: Path, *, now: float) -> list[str]:
 
 def is_held(run: Path) -> bool:
     """Return whether a process holds a run directory, by its `lock` or its `launcher.pid`."""
-    return any(_is_locked(run / name) for name in ("lock", "launcher.pid"))
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+    return any(pid_lock.is_held(run / name) for name in ("lock", "launcher.pid"))
 
 
 def _run_directories(runs: Path) -> list[Path]:
@@ -130,8 +115,8 @@ def _dead_tmux_servers(now: float) -> Iterator[TmuxServer]:
 
 def _run_of(socket: Path) -> Path | None:
     """Return the run that a tmux server was started for; None for everybody else's, and a dead one."""
-    name, _, value = _tmux(socket, "show-environment", "-g", _RUN_VARIABLE).strip().partition("=")
-    return Path(value) if name == _RUN_VARIABLE and value.startswith("/") else None
+    name, _, value = _tmux(socket, "show-environment", "-g", RUN_VARIABLE).strip().partition("=")
+    return Path(value) if name == RUN_VARIABLE and value.startswith("/") else None
 
 
 def _started_at(socket: Path, now: float) -> float:
