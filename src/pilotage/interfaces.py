@@ -71,7 +71,7 @@ class Trainer(Protocol):
                 the caller has split, so that the pieces add up to it.
 
         Raises:
-            TrainerError: it failed; no part of the gradient was added.
+            TrainerError: it failed; no part of the gradient is ever applied.
         """
         ...
 
@@ -92,6 +92,10 @@ class Trainer(Protocol):
         Raises:
             TrainerError: nothing was accumulated, or the gradient is not finite (nothing is applied).
         """
+        ...
+
+    async def discard(self) -> None:
+        """Drop the accumulated gradient, if there is one."""
         ...
 
     async def publish(self) -> int:

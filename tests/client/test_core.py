@@ -239,6 +239,40 @@ async def test_a_cancelled_sample_frees_its_slot_at_once() -> None:
     assert core._running == {}
 
 
+# --- a gradient that was not added whole ---
+
+
+async def test_what_a_batch_that_failed_halfway_has_added_is_never_applied() -> None:
+    core = TinyCore(max_request_bytes=2**16 + 2000)
+    samples = [sample(str(index), size=24, advantage=1.0) for index in range(8)]
+    async with engine_on(core) as engine:
+        core.fails_next_after = 1, Refused(ErrorCode.TRAINER_ERROR, "out of memory")
+        with pytest.raises(TrainerError, match="out of memory"):
+            await engine.forward_backward(samples, LossConfig())
+        assert core.gradient > 0
+        with pytest.raises(TrainerError, match="nothing was accumulated"):
+            await engine.step(adam())
+        await engine.forward_backward(samples, LossConfig())
+        assert core.num_backwards > 1
+        await engine.step(adam())
+    clean = TinyCore()
+    async with engine_on(clean) as engine:
+        await engine.forward_backward(samples, LossConfig())
+        await engine.step(adam())
+    assert core.weight == pytest.approx(clean.weight)
+
+
+async def test_a_driver_that_comes_to_a_used_job_discards_what_the_last_one_left() -> None:
+    core = TinyCore()
+    async with engine_on(core) as first:
+        await first.forward_backward([sample("a", advantage=9.0)], LossConfig())
+    async with engine_on(core) as second:
+        await second.forward_backward([sample("b", advantage=1.0)], LossConfig())
+        await second.step(adam(0.5))
+    assert core.weight == 1.0 - 0.5 * 2.0  # two trained tokens of the second batch alone
+    assert core.executed == ["forward_backward", "discard", "forward_backward", "step"]
+
+
 # --- leases ---
 
 

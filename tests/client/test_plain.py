@@ -69,6 +69,10 @@ async def test_a_second_gradient_would_replace_the_first_and_is_refused() -> Non
         await engine.forward_backward([sample()], LossConfig())
         with pytest.raises(TrainerError, match="replaces a gradient by the next one"):
             await engine.forward_backward([sample()], LossConfig())
+        await engine.discard()
+        with pytest.raises(TrainerError, match="there is no gradient to apply"):
+            await engine.step(ADAM)
+        await engine.forward_backward([sample()], LossConfig())
         await engine.step(ADAM)
         with pytest.raises(TrainerError, match="there is no gradient to apply"):
             await engine.step(ADAM)

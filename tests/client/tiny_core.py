@@ -79,6 +79,7 @@ class TinyCore:
         self.piece_bytes: list[int] = []
         self.sampling_s = 0.0
         self.fails_next: Refused | None = None
+        self.fails_next_after: tuple[int, Refused] | None = None
         self.log = ["INFO engine: opened", "ERROR engine: out of memory"]
         self._outcomes: dict[str, tuple[bytes, asyncio.Future[Response]]] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -254,12 +255,18 @@ class TinyCore:
         try:
             self.executed.append(verb)
             self.has_started.set()
+            if self.fails_next_after is not None:
+                left, refused = self.fails_next_after
+                self.fails_next_after = None if left == 0 else (left - 1, refused)
+                if left == 0:
+                    raise refused
             if self.fails_next is not None:
                 refused, self.fails_next = self.fails_next, None
                 raise refused
             verbs: dict[str, Callable[[bytes], Awaitable[Response]]] = {
                 "forward_backward": self._forward_backward,
                 "step": self._step,
+                "discard": self._discard,
                 "publish": self._publish,
                 "save": self._save,
                 "load": self._load,
@@ -310,6 +317,10 @@ class TinyCore:
         self.gradient, self.num_backwards = 0.0, 0
         self.steps += 1
         return Response(record_to_json(result), media_type="application/json")
+
+    async def _discard(self, body: bytes) -> Response:
+        self.gradient, self.num_backwards = 0.0, 0
+        return JSONResponse({})
 
     async def _publish(self, body: bytes) -> Response:
         self.weights_version += 1

@@ -169,6 +169,18 @@ def test_gradients_add_up_until_the_step(model_dirs: dict[str, Path]) -> None:
         once.step(AdamParams())
 
 
+def test_a_discarded_gradient_is_in_no_step(model_dirs: dict[str, Path]) -> None:
+    trainer, clean = trainer_of(model_dirs["qwen3"]), trainer_of(model_dirs["qwen3"])
+    trainer.forward_backward(batch(), WIDE)
+    trainer.discard()
+    with pytest.raises(TrainerError, match="no gradient was accumulated"):
+        trainer.step(AdamParams())
+    for each in (trainer, clean):
+        each.forward_backward(batch(), WIDE)
+    np.testing.assert_array_equal(gradient(trainer), gradient(clean))
+    assert trainer.step(AdamParams()).num_backwards == 1
+
+
 def test_a_first_adam_step_moves_every_weight_by_the_learning_rate(model_dirs: dict[str, Path]) -> None:
     trainer = trainer_of(model_dirs["qwen3"])
     before = torch.cat([p.detach().flatten() for p in trainer.module.parameters()])

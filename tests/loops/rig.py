@@ -78,6 +78,9 @@ class CountingTrainer:
         self.pending = None
         return result
 
+    async def discard(self) -> None:
+        self.pending = None
+
     async def publish(self) -> int:
         self.version += 1
         return self.version

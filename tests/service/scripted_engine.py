@@ -98,6 +98,9 @@ class ScriptedEngine:
         self._gradient, self._num_backwards = 0.0, 0
         return StepResult(grad_norm=norm, learning_rate=params.learning_rate, num_backwards=count)
 
+    async def discard(self) -> None:
+        self._gradient, self._num_backwards = 0.0, 0
+
     async def publish(self) -> int:
         await self._fault()
         self.weights_version += 1

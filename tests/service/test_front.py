@@ -179,6 +179,19 @@ async def test_a_body_over_the_cap_is_refused_before_it_is_read_whole(tmp_path: 
         assert (too_large.status_code, too_large.json()["code"]) == (413, "too_large")
 
 
+async def test_a_discarded_gradient_is_gone_and_a_repeated_discard_is_one(tmp_path: Path) -> None:
+    async with rig(tmp_path) as service:
+        job_id = await service.running()
+        await service.core(job_id, "forward_backward", operation_id="f1", sequence=1, content=batch())
+        first = await service.core(job_id, "discard", operation_id="d", sequence=2, json={})
+        await service.core(job_id, "forward_backward", operation_id="f2", sequence=3, content=batch())
+        again = await service.core(job_id, "discard", operation_id="d", sequence=2, json={})
+        assert [(reply.status_code, reply.json()) for reply in (first, again)] == [(200, {})] * 2
+        step = await service.core(job_id, "step", operation_id="s", sequence=4, json=step_body(0.25))
+        # One batch of two tokens with advantage 1: the one before the discard is not in it, the one after is.
+        assert step.json() == {"grad_norm": 2.0, "learning_rate": 0.25, "num_backwards": 1}
+
+
 async def test_gradients_accumulate_until_step_and_metrics_are_kept_with_a_cursor(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         job_id = await service.running()

@@ -90,6 +90,7 @@ class CoreEngine:
         self._max_context_tokens = state.max_context_tokens
         self._weights_version = state.weights_version
         self._next_sequence: int | None = state.next_sequence
+        self._may_hold_part = state.next_sequence > 1  # a driver before this one may have died in a batch
         self._order = asyncio.Lock()  # numbers go out one at a time, so that a failed call leaves no hole
         self._stop_token_ids = stop_token_ids
         self._tasks = tasks
@@ -174,10 +175,13 @@ class CoreEngine:
         """See `Trainer`. A batch over the server's cap goes in pieces, whose gradients it adds up.
 
         Raises:
-            TrainerError: a piece failed. Where it was not the first, the gradient of the earlier ones stays.
+            TrainerError: a piece failed. What the earlier ones added is discarded before the next gradient
+                or step, because now the service may be out of reach.
         """
+        await self._discard_part()
         whole = denominators or Denominators.of(samples)
         results: list[ForwardBackwardResult] = []
+        self._may_hold_part = True
         for indexes in pieces(samples, max_bytes=self._max_frame_bytes):
             piece = [samples[index] for index in indexes]
             frame = self._frame(encode_frame(pack_samples(piece, loss, whole)))
@@ -188,6 +192,7 @@ class CoreEngine:
                     lambda reply: record_from_json(ForwardBackwardResult, reply.content),
                 )
             )
+        self._may_hold_part = False
         return joined_results(results)
 
     async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
@@ -206,9 +211,20 @@ class CoreEngine:
 
     async def step(self, params: AdamParams) -> StepResult:
         """See `Trainer`."""
+        await self._discard_part()
         return await self._train(
             "step", record_to_json(params), lambda reply: record_from_json(StepResult, reply.content)
         )
+
+    async def discard(self) -> None:
+        """See `Trainer`."""
+        await self._train("discard", b"{}", lambda reply: None)
+        self._may_hold_part = False
+
+    async def _discard_part(self) -> None:
+        """Drop what a batch left that was not added whole."""
+        if self._may_hold_part:
+            await self.discard()
 
     async def publish(self) -> int:
         """See `Trainer`."""
@@ -233,6 +249,7 @@ class CoreEngine:
         source = None if wanted.job_id == self._job_id else wanted.job_id
         body = LoadBody(checkpoint_id=wanted.record.checkpoint_id, source_job_id=source)
         loaded = await self._train("load", body.model_dump_json(exclude_none=True).encode(), _record)
+        self._may_hold_part = False  # a load drops gradients
         if loaded.sha256 != wanted.record.sha256:
             raise TrainerError(
                 f"checkpoint {loaded.checkpoint_id} of job {wanted.job_id} has digest {loaded.sha256}, but"

@@ -265,6 +265,10 @@ class PlainEngine:
                 " a step is never sent twice: resume the run from its newest checkpoint"
             )
 
+    async def discard(self) -> None:
+        """See `Trainer`. The service itself keeps it until the next forward_backward replaces it."""
+        self._has_gradient = False
+
     async def publish(self) -> int:
         """See `Trainer`; the prefix cache is dropped after the sync."""
         payload = {

@@ -143,6 +143,10 @@ class LocalEngine:
         self._versions.changed()
         return result
 
+    async def discard(self) -> None:
+        """See `Trainer`."""
+        await self._train(self._trainer.discard)
+
     async def publish(self) -> int:
         """Hand the trainer's weights to the sampler, and prove that they arrived.
 

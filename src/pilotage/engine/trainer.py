@@ -59,7 +59,7 @@ class TorchTrainer:
             for micro_batch in micro_batches:
                 self._add_gradient(micro_batch, loss, denominators, totals)
         except BaseException:
-            self._clear()
+            self.discard()
             raise
         self._num_backwards += 1
         return summarise(totals, loss, counts, forwarded_tokens=sum(s.token_ids.size for s in trained))
@@ -104,8 +104,13 @@ class TorchTrainer:
                 )
             self._optimizer.step()
         finally:
-            self._clear()
+            self.discard()
         return StepResult(grad_norm=norm, learning_rate=params.learning_rate, num_backwards=num_backwards)
+
+    def discard(self) -> None:
+        """Drop the accumulated gradient."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._num_backwards = 0
 
     def logprobs(self, token_ids: NDArray[np.int32]) -> NDArray[np.float64]:
         """Return [L - 1] log-probs of tokens 1 to L - 1 of one sequence, at temperature 1."""
@@ -127,7 +132,7 @@ class TorchTrainer:
         self.module.load_state_dict(module.state_dict())
         self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
         load_optimizer(directory, self.module, self._optimizer)
-        self._clear()
+        self.discard()
 
     def _add_gradient(
         self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: Totals
@@ -166,10 +171,6 @@ class TorchTrainer:
             self._reference = load_module(self._model_dir, device=self.module.device)
             self._reference.requires_grad_(False)
         return self._reference
-
-    def _clear(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        self._num_backwards = 0
 
 
 def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:

@@ -52,6 +52,7 @@ class CoreRoutes:
         self._verbs: dict[str, Callable[[bytes, Request], Work]] = {
             "forward_backward": self._forward_backward,
             "step": self._step,
+            "discard": self._discard,
             "publish": self._publish,
             "save": self._save,
             "load": self._load,
@@ -110,6 +111,13 @@ class CoreRoutes:
         async def work() -> Reply:
             result = await self._host.step(_adam(body))
             return Reply(content=record_to_json(result), values=figures(result))
+
+        return work
+
+    def _discard(self, body: bytes, request: Request) -> Work:
+        async def work() -> Reply:
+            await self._host.engine.discard()
+            return json_reply("{}")
 
         return work
 

@@ -87,7 +87,7 @@ _LISTED = (
 
 
 def _core(
-    verb: str, summary: str, body: type | Literal["frame"] | None, reply: type | Literal["frame"]
+    verb: str, summary: str, body: type | Literal["frame"] | None, reply: type | Literal["frame"] | None
 ) -> _Route:
     query = _FREE if reply == "frame" else _SEQUENCED
     return _Route(
@@ -155,6 +155,7 @@ _ROUTES = (
     ),
     _core("forward_backward", "Add a gradient", "frame", ForwardBackwardResult),
     _core("step", "Apply the gradient", AdamParams, StepResult),
+    _core("discard", "Drop the accumulated gradient", None, None),
     _core("publish", "Give the sampler the trainer's weights", None, PublishResult),
     _core("save", "Write a checkpoint", SaveBody, CheckpointRecord),
     _core("load", "Restore a checkpoint", LoadBody, CheckpointRecord),

@@ -6,6 +6,7 @@ Under `{prefix}/{job}/core`:
     POST /lease                              LeaseBody -> LeaseState
     POST /forward_backward   frame           -> JSON ForwardBackwardResult     sequenced
     POST /step               JSON AdamParams -> JSON StepResult                sequenced
+    POST /discard            {}              -> {}                             sequenced
     POST /publish            {}              -> PublishResult                  sequenced
     POST /save               SaveBody        -> CheckpointRecord               sequenced
     POST /load               LoadBody        -> CheckpointRecord               sequenced
@@ -38,7 +39,7 @@ PROTOCOL = "pilotage-core"
 PROTOCOL_VERSION = 1
 OCTET_STREAM = "application/octet-stream"
 OPERATION_ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-SEQUENCED_VERBS = ("forward_backward", "step", "publish", "save", "load")
+SEQUENCED_VERBS = ("forward_backward", "step", "discard", "publish", "save", "load")
 FREE_VERBS = ("sample", "forward")
 
 

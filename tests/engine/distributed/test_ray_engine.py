@@ -128,6 +128,8 @@ async def keep_their_sessions(engine: RayEngine) -> None:
     """Errors of ours cross the cluster as what they are, and a cancelled call leaves nothing behind."""
     with pytest.raises(ContextExceededError, match="context window 64"):
         await engine.sample(token_ids([1] * 64), SamplingParams(), session_id="s", turn_index=1)
+    await engine.forward_backward(batch(9), GSPO)
+    await engine.discard()
     with pytest.raises(TrainerError, match="no gradient was accumulated"):
         await engine.step(ADAM)
     with pytest.raises(ConfigError, match="not a directory"):

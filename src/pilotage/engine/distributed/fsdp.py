@@ -127,7 +127,7 @@ class FsdpTrainer:
             for micro_batch in share.micro_batches:
                 self._add_gradient(micro_batch, loss, share, totals)
         except BaseException:
-            self._clear()
+            self.discard()
             raise
         self._num_backwards += 1
         parts = self._gather(totals)
@@ -176,8 +176,13 @@ class FsdpTrainer:
                 torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
             self._state.step(params)
         finally:
-            self._clear()
+            self.discard()
         return StepResult(grad_norm=norm, learning_rate=params.learning_rate, num_backwards=num_backwards)
+
+    def discard(self) -> None:
+        """Drop the accumulated gradient; on every rank at the same time."""
+        self._state.zero_grad()
+        self._num_backwards = 0
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -228,7 +233,7 @@ class FsdpTrainer:
             ConfigError: the directory is no usable model, or no adapter where one is trained.
         """
         self._state.read(directory)
-        self._clear()
+        self.discard()
 
     def _shard(self, module: PreTrainedModel, *, recompute: bool) -> Scorer:
         return shard(module, self._mesh, compute_dtype=self._options.dtype, recompute=recompute)
@@ -320,10 +325,6 @@ class FsdpTrainer:
         if not samples:
             ids, masks = [_NO_TOKEN[0]], [_NO_TOKEN[1]]
         return scorer(ids, masks, temperature)
-
-    def _clear(self) -> None:
-        self._state.zero_grad()
-        self._num_backwards = 0
 
 
 def _total_norm(grads: Sequence[Tensor]) -> float:

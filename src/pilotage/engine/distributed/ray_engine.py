@@ -183,6 +183,11 @@ class RayEngine:
             self._versions.changed()
             return result
 
+    async def discard(self) -> None:
+        """See `Trainer`."""
+        async with self._verb:
+            await self._on_ranks("discard")
+
     async def publish(self) -> int:
         """Send the trainer's weights to all replicas, and prove of each that they arrived.
 
