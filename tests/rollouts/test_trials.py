@@ -14,7 +14,7 @@ from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, run_one, writ
 from pilotage.proxy import ChatCompletionsProxy
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
-from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice
+from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice, TrialSpec, run_trial
 from pilotage.types import Outcome, Rollout, SessionAccess, SessionRecord, SessionSpec, Task
 
 pytestmark = pytest.mark.agents
@@ -319,6 +319,33 @@ async def test_cancelling_stops_everything_and_raises(task: Task, tmp_path: Path
 
     assert list((tmp_path / "trials").iterdir()) == []
     assert [holding for holding in Register().holdings() if str(tmp_path) in holding.tree] == []
+
+
+async def test_cancelling_again_and_again_leaves_nothing(tmp_path: Path) -> None:
+    slow = write_task(tmp_path / "tasks", test_sh="#!/bin/bash\nsleep 600\n")
+    spec = TrialSpec(
+        name=f"toy-{tmp_path.name}",
+        task_path=slow.path,
+        trials_directory=tmp_path / "trials",
+        access=SessionAccess(base_url="http://127.0.0.1:9/v1", api_key="none", model="openai/none"),
+        agent=AgentChoice(name="nop"),
+        environment=EnvironmentChoice(),
+        deadlines=Deadlines(),
+        max_turns=1,
+        reward_key="reward",
+    )
+    running = asyncio.create_task(run_trial(spec))
+    await asyncio.sleep(3)
+    # A worker that is closed while it cancels a trial cancels it once more.
+    while not running.done():
+        running.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(10):
+        while [holding for holding in Register().holdings() if str(tmp_path) in holding.tree]:  # noqa: ASYNC110  # another thread lets go
+            await asyncio.sleep(0.05)
+    assert list((tmp_path / "trials").iterdir()) == []
 
 
 async def test_no_more_rollouts_run_at_once_than_allowed(task: Task, tmp_path: Path) -> None:

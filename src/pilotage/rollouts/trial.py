@@ -105,11 +105,16 @@ async def run_trial(spec: TrialSpec) -> TrialReport:
     try:
         report = await _attributed(spec)
     finally:
-        if not spec.keep_directory:
-            await asyncio.to_thread(remove_tree, spec.directory)
-        register.remove(holding.id)
+        # A thread of its own, so that a second cancellation, of a worker that closes, cannot part the two.
+        await asyncio.shield(asyncio.to_thread(_let_go, register, holding, keep=spec.keep_directory))
     report.timings_s["total"] = time.monotonic() - started
     return report
+
+
+def _let_go(register: Register, holding: Holding, *, keep: bool) -> None:
+    if not keep:
+        remove_tree(Path(holding.tree))
+    register.remove(holding.id)
 
 
 async def _attributed(spec: TrialSpec) -> TrialReport:
