@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,12 @@ from pilotage.ops.launch import LaunchSpec, systemd_command
 from pilotage.pid_lock import holder
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.agents, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.agents,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
+]
 COIN = "#!/bin/bash\necho $((RANDOM % 2)) > /logs/verifier/reward.txt\n"
 RECIPE = """
 name = "coin"
