@@ -46,26 +46,25 @@ def acquire(path: Path) -> PidLock | None:
 def is_held(path: Path) -> bool:
     """Return whether a living process holds the lock."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _held_text(path) is not None
     except OSError:
         return False
-    try:
-        return not _is_locked(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
 
 
 def holder(path: Path) -> int | None:
     """Return the process id of the living owner, or None where there is none."""
+    text = _held_text(path)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _held_text(path: Path) -> bytes | None:
+    """Return what the file says while a process holds it; None where it is not there, or nobody does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        if _is_locked(descriptor, fcntl.LOCK_SH):
-            return None
-        text = os.pread(descriptor, 32, 0).strip()
-        return int(text) if text.isdigit() else None
+        return None if _is_locked(descriptor, fcntl.LOCK_SH) else os.pread(descriptor, 32, 0).strip()
     finally:
         os.close(descriptor)
 

@@ -1,5 +1,6 @@
 """Where a run stands: one record, read from its directory and from the locks that living processes hold."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,6 +29,7 @@ class RunState(StrEnum):
     """It was killed, or its machine went down; it can be resumed."""
 
 
+_STARTS = ("started", "resumed")
 _ENDS = {"finished": RunState.FINISHED, "stopped": RunState.STOPPED, "gave_up": RunState.GAVE_UP}
 
 
@@ -87,8 +89,17 @@ def _state(run: RunDirectory, launcher: int | None, driver: int | None) -> RunSt
         return RunState.RUNNING
     if launcher is not None:
         return RunState.STARTING
-    ends = [event["event"] for event in run.events() if event["event"] not in ("alarm", "driver_crashed")]
-    return _ENDS.get(ends[-1], RunState.DEAD) if ends else RunState.DEAD
+    return how_it_ended(run.events())
+
+
+def how_it_ended(events: Sequence[Mapping[str, Any]]) -> RunState:
+    """Return what the events of a run that nobody holds say: the last start or end among them decides."""
+    for event in reversed(events):
+        if event["event"] in _STARTS:
+            return RunState.DEAD
+        if event["event"] in _ENDS:
+            return _ENDS[event["event"]]
+    return RunState.DEAD
 
 
 def format_status(status: RunStatus) -> str:

@@ -8,12 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pilotage.errors import ConfigError
 from pilotage.loops import LoopSettings, RunDirectory
+from pilotage.ops import status
 from pilotage.ops.report import Record
-from pilotage.processes import identify
+from pilotage.ops.status import how_it_ended
+from pilotage.pid_lock import is_held
 from pilotage.types import Outcome, OutcomeRule
 
 
@@ -75,7 +75,7 @@ class Run:
 
     def metrics(self) -> list[Record]:
         """Return the records that have a step, oldest first."""
-        stamp = _stamp(self.path / "metrics.jsonl")
+        stamp = _stamp(self.directory.metrics_path)
         if stamp != self._metrics_stamp:
             self._metrics = [
                 record
@@ -91,27 +91,17 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events, oldest first; lines that are torn are left out."""
-        path = self.path / "events.jsonl"
-        events: list[dict[str, Any]] = []
-        for line in path.read_bytes().splitlines() if path.is_file() else []:
-            try:
-                event = orjson.loads(line)
-            except orjson.JSONDecodeError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
-                events.append(event)
-        return events
+        return [
+            event
+            for event in self.directory.events()
+            if isinstance(event, dict) and isinstance(event.get("event"), str)  # pyright: ignore
+        ]
 
     def state(self) -> RunState:
         """Say what the run is doing."""
-        pid = self.path / "launcher.pid"
-        try:
-            text = pid.read_text().strip()
-        except OSError:
-            text = ""
-        if text.isdigit() and identify(int(text)) is not None:
+        if is_held(self.directory.launcher_path) or is_held(self.directory.lock_path):
             return RunState.LIVE
-        is_finished = any(event["event"] == "finished" for event in self.events()[-3:])
+        is_finished = how_it_ended(self.events()) is status.RunState.FINISHED
         return RunState.FINISHED if is_finished else RunState.STOPPED
 
     def folders(self) -> list[str]:
