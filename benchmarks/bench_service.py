@@ -4,10 +4,12 @@ Starts `pilotage serve --no-auth` on a free port and one job with the local engi
 client.
 Each call is a `core/sample` of a prompt of its own, held by long poll. The engine's share of a call is what
 the reply's `server-timing` header states: from the moment the engine process starts to work on the call until
-the completion is there, its queue for a place in the batch included. The rest of the call's time, as the
-client sees it, is reported as the service's own: the front, the engine process's HTTP, two sockets, and this
-client's own queue of 512 tasks. Each session has an HTTP client of its own, because httpx looks at every
-connection of a pool for every request. Calls that were begun before the end are finished and counted.
+the completion is there, its queue for a place in the batch included. The service's own time is what the
+header's total, from the front's first sight of a request to its reply, has beyond that: the front, the engine
+process's HTTP and the socket between them. What is left of the call's time, as the client sees it, is this
+client's own queue of 512 tasks and the socket to the front. Each session has an HTTP client of its own, because
+httpx looks at every connection of a pool for every request. Calls that were begun before the end are finished
+and counted.
 
     python benchmarks/bench_service.py 600
 """
@@ -39,6 +41,7 @@ PROMPT_TOKENS, MAX_TOKENS = 64, 16
 _PREFIX = "/api/v2/databases/db/schemas/public/cortex-training"
 _MODELS = Path(__file__).resolve().parents[1] / "recipes" / "demo"
 _WORK = re.compile(r"work;dur=([0-9.]+)")
+_TOTAL = re.compile(r"total;dur=([0-9.]+)")
 _START_S = 300.0
 
 
@@ -47,6 +50,7 @@ class Tally:
     """What the calls came to."""
 
     own_s: list[float] = field(default_factory=list[float])
+    outside_s: list[float] = field(default_factory=list[float])
     whole_s: list[float] = field(default_factory=list[float])
     errors: list[str] = field(default_factory=list[str])
 
@@ -87,15 +91,26 @@ async def start_job(http: httpx.AsyncClient) -> str:
     return job_id
 
 
-async def sample(http: httpx.AsyncClient, job_id: str, body: bytes, operation_id: str) -> httpx.Response:
-    """Make one call; returns the reply that has its outcome."""
+def timing_s(reply: httpx.Response, part: re.Pattern[str]) -> float:
+    """Return a part of what a reply says about its time."""
+    found = part.search(reply.headers["server-timing"])
+    assert found is not None
+    return float(found[1]) / 1e3
+
+
+async def sample(
+    http: httpx.AsyncClient, job_id: str, body: bytes, operation_id: str
+) -> tuple[httpx.Response, float]:
+    """Make one call; returns the reply that has its outcome, and how long the service had it."""
     reply = await http.post(
         f"{_PREFIX}/{job_id}/core/sample", params={"operation_id": operation_id, "wait_s": 30}, content=body
     )
+    total_s = timing_s(reply, _TOTAL)
     while reply.status_code == 202:
         url = f"{_PREFIX}/{job_id}/core/operations/{operation_id}"
         reply = await http.get(url, params={"wait_s": 30})
-    return reply
+        total_s += timing_s(reply, _TOTAL)
+    return reply, total_s
 
 
 async def keep_asking(http: httpx.AsyncClient, job_id: str, index: int, until: float, tally: Tally) -> None:
@@ -109,17 +124,17 @@ async def keep_asking(http: httpx.AsyncClient, job_id: str, index: int, until: f
         body = encode_frame(pack_sample_request(prompt, params, session_id=session, turn_index=turn))
         started = time.perf_counter()
         try:
-            reply = await sample(http, job_id, body, f"{index}-{turn}")
+            reply, total_s = await sample(http, job_id, body, f"{index}-{turn}")
             whole_s = time.perf_counter() - started
             assert reply.status_code == 200, reply.text
             assert unpack_completion(decode_frame(reply.content)).token_ids.size > 0
-            work = _WORK.search(reply.headers["server-timing"])
-            assert work is not None
+            work_s = timing_s(reply, _WORK)
         except (httpx.HTTPError, AssertionError) as error:
             tally.errors.append(f"{type(error).__name__}: {error}")
         else:
             tally.whole_s.append(whole_s)
-            tally.own_s.append(whole_s - float(work[1]) / 1e3)
+            tally.own_s.append(total_s - work_s)
+            tally.outside_s.append(whole_s - total_s)
         turn += 1
 
 
@@ -177,6 +192,7 @@ def show(tally: Tally, memory: dict[str, dict[str, float]], took_s: float) -> No
     print(f"samples          {len(tally.own_s):8}   {len(tally.own_s) / took_s:8.1f} a second")
     print(f"errors           {len(tally.errors):8}   {'; '.join(sorted(set(tally.errors))[:3])}")
     print(f"service's own    {percentiles_ms(tally.own_s)}")
+    print(f"before and after {percentiles_ms(tally.outside_s)}")
     print(f"whole call       {percentiles_ms(tally.whole_s)}")
     for name, sizes in memory.items():
         print(f"memory at {name:5}  front {sizes['front']:6.0f} MiB   engine {sizes['engine']:6.0f} MiB")

@@ -7,6 +7,7 @@ A token is looked up by its digest and appears in no log and no reply. A job of 
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import date
@@ -61,7 +62,7 @@ class Service:
         self._tokens = tokens
         self.app = Starlette(
             routes=[Route("/health", _health), Route("/openapi.json", _openapi), *self._routes()],
-            middleware=[Middleware(_RequestId)],
+            middleware=[Middleware(_Envelope)],
             exception_handlers=exception_handlers("the service"),
         )
         # A redirect has no error body, and repeats the caller's Host.
@@ -344,8 +345,8 @@ async def _openapi(request: Request) -> Response:
     return json_response(document())
 
 
-class _RequestId:
-    """Gives every reply an id, which clients print with an error."""
+class _Envelope:
+    """Gives every reply an id, which clients print with an error, and the time that it took."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -354,11 +355,13 @@ class _RequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = uuid.uuid4().hex.encode()
+        request_id, began = uuid.uuid4().hex.encode(), time.perf_counter()
 
-        async def named(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-snowflake-request-id", request_id)]
+                timing = b"total;dur=%.3f" % ((time.perf_counter() - began) * 1e3)
+                named = [(b"x-snowflake-request-id", request_id), (b"server-timing", timing)]
+                message["headers"] = [*message["headers"], *named]
             await send(message)
 
-        await self._app(scope, receive, named)
+        await self._app(scope, receive, send_named)

@@ -20,7 +20,8 @@ from pilotage.service.refusals import Refusal, error_body
 from pilotage.wire.core import OCTET_STREAM, ErrorBody, ErrorCode
 
 _KEPT_BYTES = 256 * 2**20
-_KEPT_S = 900.0
+_KEPT_S = 300.0
+"""Five times as long as our client keeps asking for an outcome that does not come."""
 _OVERHEAD_BYTES = 4096
 """What an operation takes besides the content of its reply, measured generously."""
 _MAX_AHEAD = 64
@@ -241,6 +242,7 @@ class Operations:
 
     def _end(self, operation: Operation) -> None:
         operation.ended_at = time.time()
+        operation._task = None  # a task keeps its context and its coroutine alive
         if operation.sequence is not None:
             self._next_to_run, self._is_busy = operation.sequence + 1, False
         operation.ended.set()

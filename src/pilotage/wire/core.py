@@ -20,8 +20,9 @@ sequenced, `sequence`: 1 for the job's first such call, then one more each. A ca
 waits for those before it. The same id with the same bytes gets the first outcome again, whether that was a
 result or an error; with other bytes it is a conflict. `wait_s` (query, at most `max_wait_s`) holds the
 reply until there is an outcome; after it the reply is 202 with an `OperationState`, and the outcome is
-fetched from `/operations/{id}`, which takes `wait_s` too. A result's header `server-timing: work;dur=MS` says
-how long the engine worked on it; the rest of a call's time is the service's and the network's.
+fetched from `/operations/{id}`, which takes `wait_s` too. The header `server-timing` says how long the engine
+worked on a result, `work;dur=MS`, and for every reply how long the service had the request, `total;dur=MS`;
+the rest of a call's time is the network's and the client's.
 
 Frames are DSSST1 (`frames`), their trees those of `samples`. Bodies are closed: an unknown key is 422 with
 its path.
