@@ -21,7 +21,7 @@ from pilotage.wire.samples import pack_samples
 
 PREFIX = "/api/v2/databases/db/schemas/public/cortex-training"
 SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_engine.py"))
-LOCAL = (sys.executable, "-m", "pilotage.cli.engine")
+LOCAL = (sys.executable, "-m", "pilotage.cli.engine", "local")
 
 
 @dataclass(slots=True, kw_only=True)

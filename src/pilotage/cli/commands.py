@@ -323,6 +323,12 @@ def _add_service(commands: _Commands) -> None:
         metavar="KIND=N",
         help="GPUs, or slots on a CPU; default: this machine's CUDA devices, else H200=8",
     )
+    serve.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        help="what holds a job's policy: one process, or Ray actors on many devices (FSDP2, vLLM); default:"
+        " ray where there are CUDA devices and vLLM, else local",
+    )
     serve.set_defaults(command=("service", "serve"))
 
     token = commands.add_parser("token", help="make or revoke tokens of the training service")
@@ -371,7 +377,9 @@ def _add_service_clients(commands: _Commands) -> None:
     logs = add("logs", "print a job's log", "logs")
     logs.add_argument("job", metavar="JOB")
     logs.add_argument("--follow", action="store_true", help="until the job has ended")
-    add("metrics", "print what the trainer measured", "metrics").add_argument("job", metavar="JOB")
+    metrics = add("metrics", "print what the trainer measured", "metrics")
+    metrics.add_argument("job", metavar="JOB")
+    metrics.add_argument("--gpu", action="store_true", help="its GPUs instead, where the service has NVML")
     add("checkpoints", "list a job's checkpoints", "checkpoints").add_argument("job", metavar="JOB")
     export = add("export", "download a checkpoint", "export")
     export.add_argument("job", metavar="JOB")

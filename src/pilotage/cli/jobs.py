@@ -118,11 +118,13 @@ async def logs(arguments: argparse.Namespace) -> int:
 
 
 async def metrics(arguments: argparse.Namespace) -> int:
-    """Print the trainer's records."""
+    """Print what the trainer measured, or the job's GPUs."""
     async with _service() as http:
         jobs, cursor, records = Jobs(http), 0, list[Any]()
         while True:
-            page = await jobs.metrics(arguments.job, cursor=cursor)
+            page = await jobs.metrics(
+                arguments.job, cursor=cursor, series="gpu" if arguments.gpu else "trainer"
+            )
             records += page.records
             if not page.records or page.next_cursor == cursor:
                 break

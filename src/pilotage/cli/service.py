@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from pilotage.errors import ConfigError
@@ -22,6 +23,16 @@ def _capacity(words: list[str]) -> dict[str, int]:
 
 def _num_devices() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _engine_kind(given: str | None) -> str:
+    """Return what is asked for, or what suits the machine: Ray where it has CUDA devices and vLLM."""
+    kind = given or ("ray" if _num_devices() and find_spec("vllm") else "local")
+    if kind == "ray" and not find_spec("ray"):
+        raise ConfigError(
+            "--engine ray needs Ray; install the extra pilotage[gpu] in an environment of its own"
+        )
+    return kind
 
 
 async def serve(arguments: argparse.Namespace) -> int:
@@ -52,7 +63,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         directory=arguments.data.resolve() / "jobs",
         models=arguments.models,
         capacity=_capacity(arguments.capacity),
-        engine_command=(sys.executable, "-m", "pilotage.cli.engine"),
+        engine_command=(sys.executable, "-m", "pilotage.cli.engine", _engine_kind(arguments.engine)),
     )
     service = Service(jobs, None if arguments.no_auth else TokenBook(store))
     try:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from getpass import getuser
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -260,14 +260,18 @@ class Jobs:
         call = json_call("POST", f"/{segment(job_id)}/operation", body, is_repeatable=True)
         return await self._http.call(call, _log_page)
 
-    async def metrics(self, job_id: str, *, cursor: int = 0) -> MetricPage:
-        """Return the trainer's records from a cursor on.
+    async def metrics(
+        self, job_id: str, *, cursor: int = 0, series: Literal["trainer", "gpu"] = "trainer"
+    ) -> MetricPage:
+        """Return a series' records from a cursor on.
 
         Raises:
             NotFoundError: there is no such job, or the server keeps none.
         """
         path = f"/{segment(job_id)}/core/metrics"
-        call = Call(method="GET", path=path, query={"cursor": str(cursor)}, is_repeatable=True)
+        call = Call(
+            method="GET", path=path, query={"cursor": str(cursor), "series": series}, is_repeatable=True
+        )
         return await self._http.call(call, lambda reply: MetricPage.model_validate(reply.json()))
 
 

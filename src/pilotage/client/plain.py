@@ -274,7 +274,7 @@ class PlainEngine:
         payload = {
             "source_sub_job_id": f"{self._job_id}:training:0",
             "target_sub_job_ids": [f"{self._job_id}:sampling:{i}" for i in range(self._num_samplers)],
-            "weight_format": "lora" if self._body.has_adapter else "hf",
+            "weight_format": "hf" if self._body.adapter is None else "lora",
         }
         call = json_call("POST", "/operation", {"operation_type": "weight-sync", "payload": payload})
         await self._train(self._requests.result(await self._train(self._requests.submit(call))))

@@ -32,6 +32,7 @@ from pilotage.service.refusals import Refusal, error_response, exception_handler
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (
+    METRIC_SERIES,
     Capabilities,
     ErrorCode,
     LeaseBody,
@@ -239,7 +240,10 @@ class Service:
 
     async def _metrics(self, request: Request, job: Job) -> Response:
         cursor = whole_number(request.query_params.get("cursor"), 0)
-        path = self._jobs.directory_of(job) / "metrics.jsonl"
+        series = request.query_params.get("series", "trainer")
+        if series not in METRIC_SERIES:
+            raise Refusal(ErrorCode.INVALID, f"series is one of {', '.join(METRIC_SERIES)}", path="series")
+        path = self._jobs.directory_of(job) / METRIC_SERIES[series]
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # the last may be half written
         records = [_metric(index, line) for index, line in enumerate(lines[cursor : cursor + 1000], cursor)]
         page = MetricPage(records=tuple(records), next_cursor=cursor + len(records))

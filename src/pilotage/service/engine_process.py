@@ -22,6 +22,7 @@ from starlette.routing import Route
 from pilotage.embedded import EmbeddedServer
 from pilotage.service.core_routes import CoreRoutes
 from pilotage.service.engine_host import EngineHost, JobSpec, OpenEngine
+from pilotage.service.gpu_meter import open_meter
 from pilotage.service.refusals import exception_handlers, json_response
 from pilotage.service.stock_routes import StockRoutes
 
@@ -72,10 +73,13 @@ async def serve_engine(directory: Path, open_engine: OpenEngine) -> None:
         loop.add_signal_handler(number, stop)
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(_open(host))
-        watching = group.create_task(_watch(host, stop))
+        watching = [group.create_task(_watch(host, stop))]
+        meter = open_meter(directory / "gpu.jsonl")
+        if meter is not None:
+            watching.append(group.create_task(meter.run()))
         await server.serve()
-        opening.cancel()
-        watching.cancel()
+        for task in (opening, *watching):
+            task.cancel()
     await host.close()
     shutil.rmtree(spec.socket.parent, ignore_errors=True)  # where no front is left to do it
 

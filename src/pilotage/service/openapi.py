@@ -16,6 +16,7 @@ from pilotage.service.stock_routes import OperationBody, StepBody, StockLoadBody
 from pilotage.types import AdamParams, ForwardBackwardResult, StepResult
 from pilotage.wire.core import (
     HTTP_STATUS,
+    METRIC_SERIES,
     OCTET_STREAM,
     OPERATION_ID_PATTERN,
     PROTOCOL_VERSION,
@@ -75,6 +76,7 @@ _QUERY: Mapping[str, Schema] = {
     "limit": _WHOLE,
     "hardware": {"type": "string", "enum": list(HARDWARE)},
     "cursor": _WHOLE,
+    "series": {"enum": list(METRIC_SERIES)},
     "max_lines": _WHOLE,
     "max_events": _WHOLE,
 }
@@ -173,7 +175,7 @@ _ROUTES = (
         path=f"{_JOB}/core/metrics",
         summary="Read the metric series",
         reply=MetricPage,
-        query=("cursor",),
+        query=("cursor", "series"),
     ),
     _Route(
         method="get", path=f"{_JOB}/core/logs", summary="Read the engine's log", query=("cursor", "max_lines")

@@ -258,7 +258,7 @@ class StockRoutes:
         self._require_trainer_id(payload.source_sub_job_id, "payload.source_sub_job_id")
         for target in payload.target_sub_job_ids:
             self._require_sub_job(target, "sampling", "payload.target_sub_job_ids")
-        if payload.weight_format == "lora" and not self._host.spec.body.has_adapter:
+        if payload.weight_format == "lora" and self._host.spec.body.adapter is None:
             raise Refusal(
                 ErrorCode.INVALID,
                 "weight_format lora needs a peft_config on both sub-jobs; use hf",

@@ -13,7 +13,7 @@ Under `{prefix}/{job}/core`:
     POST /sample             frame           -> frame (a completion)
     POST /forward            frame           -> frame (log-probs)
     GET  /operations/{id}                    the outcome of any of the above
-    GET  /metrics?cursor=                    MetricPage
+    GET  /metrics?cursor=&series=            MetricPage; series is trainer (the default) or gpu
 
 Every POST but `/lease` has the query `operation_id` (the caller's, 1 to 64 of A-Z a-z 0-9 _ -), and, where
 sequenced, `sequence`: 1 for the job's first such call, then one more each. A call whose number is not next
@@ -209,8 +209,15 @@ def checkpoint_digest(files: Mapping[str, tuple[int, str]]) -> str:
     return whole.hexdigest()
 
 
+METRIC_SERIES = {"trainer": "metrics.jsonl", "gpu": "gpu.jsonl"}
+"""Metric series of a job, and their files in its directory."""
+
+
 class MetricRecord(Closed):
-    """One finished operation of the trainer; a figure that is not finite is the string NaN or Infinity."""
+    """One finished operation of the trainer, or one look at a GPU.
+
+    A figure that is not finite is the string NaN or Infinity.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -218,7 +225,9 @@ class MetricRecord(Closed):
     at: float
     """Unix seconds."""
     verb: str
+    """The operation's, or gpu/UUID."""
     duration_s: float
+    """What the operation took, or the time between two looks."""
     values: dict[str, float]
 
 

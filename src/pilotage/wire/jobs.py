@@ -120,6 +120,17 @@ class _Tunable(BaseModel):
         return kept | ({"x-ignored": (*already, *aside)} if aside or already else {})
 
 
+class PeftConfig(Closed):
+    """A LoRA adapter that is trained instead of the model; with dropout or biases it cannot be had."""
+
+    peft_type: Literal["Lora"]
+    target_modules: str | tuple[str, ...] = Field(min_length=1)
+    r: int = Field(default=8, ge=1, le=4096)
+    lora_alpha: int = Field(default=8, ge=1, le=65_536)
+    lora_dropout: Literal[0] = 0
+    bias: Literal["none"] = "none"
+
+
 class TrainingConfig(_Tunable):
     """The trainer of a job."""
 
@@ -129,7 +140,7 @@ class TrainingConfig(_Tunable):
     n_gpus: int = Field(gt=0)
     gradient_clipping: float = Field(default=1.0, ge=0)
     load_optimizer_states: bool = True
-    peft_config: dict[str, Any] | None = None
+    peft_config: PeftConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -142,7 +153,7 @@ class InferenceConfig(_Tunable):
 
     max_seq_len: int = Field(gt=0)
     n_gpus: int = Field(gt=0)
-    peft_config: dict[str, Any] | None = None
+    peft_config: PeftConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -195,6 +206,8 @@ class EngineSizes(Closed):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens of one forward pass of the trainer."""
     trainer_threads: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of one sampler replica, on an engine of many devices."""
     stop_token_ids: tuple[int, ...] | None = None
     """Ids that end a completion; absent reads them from the model."""
 
@@ -252,9 +265,9 @@ class CreateJobBody(BaseModel):
         return next((s for s in self.sub_job_configs if s.job_type == "training"), None)
 
     @property
-    def has_adapter(self) -> bool:
-        """Whether an adapter is trained, and not the whole model."""
-        return self.trainer is not None and _peft(self.trainer) is not None
+    def adapter(self) -> PeftConfig | None:
+        """The adapter that is trained; None trains the whole model."""
+        return None if self.trainer is None else _peft(self.trainer)
 
     @property
     def max_context_tokens(self) -> int:
@@ -263,7 +276,7 @@ class CreateJobBody(BaseModel):
         return max(config.max_seq_len for config in configs if config is not None)
 
 
-def _peft(sub_job: SubJobBody) -> dict[str, Any] | None:
+def _peft(sub_job: SubJobBody) -> PeftConfig | None:
     config = sub_job.training_config or sub_job.inference_config
     return None if config is None else config.peft_config
 

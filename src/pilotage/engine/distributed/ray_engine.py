@@ -6,6 +6,7 @@ slices of the weights are gone with it: then the engine is over, and says so at 
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ from pilotage.types import (
     TokenIds,
 )
 
+_AGENT_START_MS = "90000"
+"""How long a new cluster's agents may take to start; Ray's own limit is missed on a busy machine."""
 _CLOSE_S = 20.0
 """How long a replica may take to end by itself."""
 
@@ -232,6 +235,7 @@ class RayEngine:
         """Use the cluster of this process, or start or join one."""
         if not ray.is_initialized():
             self._owns_ray = True
+            os.environ.setdefault("RAY_agent_register_timeout_ms", _AGENT_START_MS)
             await asyncio.to_thread(ray.init, include_dashboard=False, log_to_driver=False)
 
     async def _place(self) -> None:
