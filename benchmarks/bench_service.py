@@ -7,9 +7,9 @@ the reply's `server-timing` header states: from the moment the engine process st
 the completion is there, its queue for a place in the batch included. The service's own time is what the
 header's total, from the front's first sight of a request to its reply, has beyond that: the front, the engine
 process's HTTP and the socket between them. What is left of the call's time, as the client sees it, is this
-client's own queue of 512 tasks and the socket to the front. Each session has an HTTP client of its own, because
-httpx looks at every connection of a pool for every request. Calls that were begun before the end are finished
-and counted.
+client's own queue of 512 tasks and the socket to the front. Each session has an HTTP client of its own,
+because httpx looks at every connection of a pool for every request. Calls that were begun before the end are
+finished and counted.
 
     python benchmarks/bench_service.py 600
 """

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from pilotage.engine.prefix_tree import PrefixTree
+from pilotage.engine.tree_attention import TreeMasks
 from pilotage.types import Mask, TokenIds
 
 _CHUNK_LOGITS = 1 << 24
@@ -38,9 +40,30 @@ def trained_logprobs(
         logits = module(input_ids=input_ids, use_cache=False).logits[:, :-1][before]
         return _gather(logits, targets_n, temperature)
     hidden = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][before]
+    return project(hidden, _head(module), targets_n, temperature=temperature)
+
+
+def tree_logprobs(module: PreTrainedModel, tree: PrefixTree, *, temperature: float) -> Tensor:
+    """Return what `trained_logprobs` does, with every distinct token forwarded once.
+
+    Args:
+        module: one that `enable_trees` has prepared.
+    """
+    hidden = module.base_model(
+        input_ids=torch.from_numpy(tree.token_ids_T).to(module.device).unsqueeze(0),
+        position_ids=torch.from_numpy(tree.positions_T).to(module.device).unsqueeze(0),
+        use_cache=False,
+        tree=TreeMasks(tree, module.device),
+    ).last_hidden_state[0]
+    predictors_n = torch.from_numpy(tree.predictors_n).to(module.device)
+    targets_n = torch.from_numpy(tree.targets_n).to(module.device)
+    return project(hidden.index_select(0, predictors_n), _head(module), targets_n, temperature=temperature)
+
+
+def _head(module: PreTrainedModel) -> nn.Linear:
     head = module.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    return project(hidden, head, targets_n, temperature=temperature)
+    return head
 
 
 def project(

@@ -1,8 +1,9 @@
 """Weights, gradients and optimizer of one model on one device; synchronous, one thread at a time.
 
-The forward pass computes log-probs of trained tokens only. Loss and gradient with respect to them come from
-`algorithms.policy_loss`, in float64, and are propagated back from there. A micro-batch holds whole rollouts,
-and denominators count the whole batch, so how a batch is split changes nothing.
+The forward pass computes log-probs of trained tokens only, and a prefix that samples share once, where the
+layers allow it. Loss and gradient with respect to them come from `algorithms.policy_loss`, in float64, and
+are propagated back from there. A micro-batch holds whole rollouts, and denominators count the whole batch, so
+how a batch is split changes nothing.
 
 The module stays in evaluation mode: dropout would make the importance ratio a lie.
 """
@@ -18,8 +19,10 @@ from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
-from pilotage.engine.logprobs import trained_logprobs
+from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
 from pilotage.engine.modules import load_module
+from pilotage.engine.prefix_tree import PrefixTree, pack
+from pilotage.engine.tree_attention import enable_trees
 from pilotage.errors import TrainerError
 from pilotage.types import (
     AdamParams,
@@ -36,6 +39,7 @@ class TorchTrainer:
 
     def __init__(self, model_dir: Path, *, device: torch.device, micro_batch_tokens: int) -> None:
         self.module: PreTrainedModel = load_module(model_dir, device=device)
+        self._takes_trees = enable_trees(self.module)
         self._model_dir = model_dir
         self._micro_batch_tokens = micro_batch_tokens
         self._reference: PreTrainedModel | None = None
@@ -54,15 +58,15 @@ class TorchTrainer:
         counts = Denominators.of(trained)
         denominators = denominators or counts
         totals = Totals()
-        micro_batches = split(trained, budget_tokens=self._micro_batch_tokens)
+        forwarded_tokens = 0
         try:
-            for micro_batch in micro_batches:
-                self._add_gradient(micro_batch, loss, denominators, totals)
+            for micro_batch in self._split(trained):
+                forwarded_tokens += self._add_gradient(micro_batch, loss, denominators, totals)
         except BaseException:
             self.discard()
             raise
         self._num_backwards += 1
-        return summarise(totals, loss, counts, forwarded_tokens=sum(s.token_ids.size for s in trained))
+        return summarise(totals, loss, counts, forwarded_tokens=forwarded_tokens)
 
     def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[NDArray[np.float32]]:
         """Return, for each sample, [L] log-probs of its trained tokens, 0 elsewhere; no gradient.
@@ -72,9 +76,10 @@ class TorchTrainer:
         """
         trained = [sample for sample in samples if sample.trained_tokens]
         values_of: dict[int, NDArray[np.float32]] = {}
-        for micro_batch in split(trained, budget_tokens=self._micro_batch_tokens):
+        for micro_batch in self._split(trained):
             with torch.no_grad():
-                values = _forward(self.module, micro_batch, temperature).float().cpu().numpy()
+                logprobs, _ = self._forward(self.module, micro_batch, temperature)
+            values = logprobs.float().cpu().numpy()
             ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
             values_of |= zip(map(id, micro_batch), np.split(values, ends[:-1]), strict=True)
         return align(samples, (values_of[id(sample)] for sample in trained))
@@ -136,9 +141,9 @@ class TorchTrainer:
 
     def _add_gradient(
         self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: Totals
-    ) -> None:
-        """Forward, loss and backward of one micro-batch of whole rollouts."""
-        logprobs = _forward(self.module, samples, loss.temperature)
+    ) -> int:
+        """Forward, loss and backward of one micro-batch of whole rollouts; returns the tokens forwarded."""
+        logprobs, forwarded_tokens = self._forward(self.module, samples, loss.temperature)
         reference = self._reference_logprobs(samples, loss) if loss.kl_coef else None
         propagate(
             logprobs,
@@ -148,6 +153,7 @@ class TorchTrainer:
             reference_logprobs_n=reference,
             totals=totals,
         )
+        return forwarded_tokens
 
     def _reference_logprobs(self, samples: Sequence[Sample], loss: LossConfig) -> NDArray[np.float64]:
         """Return [n] reference log-probs: those that a sample brings, or else the frozen reference's."""
@@ -155,7 +161,8 @@ class TorchTrainer:
         computed = np.zeros(0)
         if missing:
             with torch.no_grad():
-                computed = to_numpy(_forward(self._frozen_reference(), missing, loss.temperature))
+                logprobs, _ = self._forward(self._frozen_reference(), missing, loss.temperature)
+            computed = to_numpy(logprobs)
         parts: list[NDArray[np.float64]] = []
         for sample in samples:
             if sample.reference_logprobs is None:
@@ -170,7 +177,23 @@ class TorchTrainer:
         if self._reference is None:
             self._reference = load_module(self._model_dir, device=self.module.device)
             self._reference.requires_grad_(False)
+            enable_trees(self._reference)
         return self._reference
+
+    def _split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Split a batch into micro-batches of whole rollouts."""
+        return (pack if self._takes_trees else split)(samples, budget_tokens=self._micro_batch_tokens)
+
+    def _forward(
+        self, module: PreTrainedModel, samples: Sequence[Sample], temperature: float
+    ) -> tuple[Tensor, int]:
+        """Return [n] log-probs of the trained tokens, and how many tokens were forwarded for them."""
+        ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
+        if self._takes_trees:
+            tree = PrefixTree.of(ids, masks)
+            return tree_logprobs(module, tree, temperature=temperature), tree.num_tokens
+        forwarded_tokens = sum(array.size for array in ids)
+        return trained_logprobs(module, ids, masks, temperature=temperature), forwarded_tokens
 
 
 def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:
@@ -192,8 +215,3 @@ def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]
             num_samples, longest = len(rollout), max(sample.token_ids.size for sample in rollout)
         micro_batches[-1] += rollout
     return micro_batches
-
-
-def _forward(module: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> Tensor:
-    ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
-    return trained_logprobs(module, ids, masks, temperature=temperature)

@@ -1,0 +1,174 @@
+"""A batch as one tree: the same log-probs and gradients as row by row, and no token computed twice."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine.models import write_model
+from transformers import PreTrainedModel, Qwen2Config
+
+from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
+from pilotage.engine.modules import load_module
+from pilotage.engine.prefix_tree import PrefixTree, pack
+from pilotage.engine.trainer import TorchTrainer, split
+from pilotage.engine.tree_attention import enable_trees
+from pilotage.types import LossConfig, PolicyLoss, Sample, TokenIds, token_ids
+
+CPU = torch.device("cpu")
+TREE_FAMILIES = ("qwen3", "llama", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
+    """By family: the module as it is, and one that takes trees."""
+    directory = tmp_path_factory.mktemp("models")
+    pairs: dict[str, tuple[PreTrainedModel, PreTrainedModel]] = {}
+    for name in TREE_FAMILIES:
+        path = write_model(directory / name, name)
+        pairs[name] = load_module(path, device=CPU), load_module(path, device=CPU)
+        assert enable_trees(pairs[name][1])
+    return pairs
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[TokenIds, np.ndarray]]:
+    """Sequences over three tokens, so that they share prefixes of every length, or are equal or contained."""
+    rows: list[tuple[TokenIds, np.ndarray]] = []
+    for _ in range(draw(st.integers(1, 7))):
+        ids = draw(st.lists(st.integers(1, 3), min_size=2, max_size=12))
+        mask = np.array([False, *draw(st.lists(st.booleans(), min_size=len(ids) - 1, max_size=len(ids) - 1))])
+        mask[draw(st.integers(1, len(ids) - 1))] = True
+        rows.append((token_ids(ids), mask))
+    return rows
+
+
+def contexts_of(rows: Sequence[tuple[TokenIds, np.ndarray]]) -> set[tuple[int, ...]]:
+    """Everything that must be forwarded: each beginning of a sequence before its last trained token."""
+    return {tuple(ids[: end + 1].tolist()) for ids, mask in rows for end in range(int(mask.nonzero()[0][-1]))}
+
+
+@given(batches())
+@settings(max_examples=300, deadline=None)
+def test_every_distinct_beginning_is_in_the_row_once_behind_the_tokens_that_lead_to_it(
+    rows: list[tuple[TokenIds, np.ndarray]],
+) -> None:
+    tree = PrefixTree.of([ids for ids, _ in rows], [mask for _, mask in rows])
+    pieces = np.split(tree.token_ids_T, np.cumsum(tree.sizes)[:-1])
+    found: list[tuple[int, ...]] = []
+    where: list[tuple[int, ...]] = []
+    for number, node in enumerate(tree.nodes):
+        assert all(above < number for above in node.path)
+        before = [token for above in node.path for token in pieces[above].tolist()]
+        for size in range(1, node.size + 1):
+            found.append((*before, *pieces[number][:size].tolist()))
+            where.append(found[-1])
+    assert len(found) == len(set(found)) == tree.num_tokens
+    assert set(found) == contexts_of(rows)
+    assert tree.positions_T.tolist() == [len(beginning) - 1 for beginning in where]
+    expected = [tuple(ids[:at].tolist()) for ids, mask in rows for at in mask.nonzero()[0]]
+    assert [where[index] for index in tree.predictors_n] == expected
+    assert tree.targets_n.tolist() == [token for ids, mask in rows for token in ids[mask].tolist()]
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+@given(rows=batches(), temperature=st.sampled_from([1.0, 0.7]))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_log_probs_and_gradients_are_those_of_single_rows(
+    modules: dict[str, tuple[PreTrainedModel, PreTrainedModel]],
+    family: str,
+    rows: list[tuple[TokenIds, np.ndarray]],
+    temperature: float,
+) -> None:
+    plain, packed = modules[family]
+    ids, masks = [row for row, _ in rows], [mask for _, mask in rows]
+    wanted = trained_logprobs(plain, ids, masks, temperature=temperature)
+    got = tree_logprobs(packed, PrefixTree.of(ids, masks), temperature=temperature)
+    weights = torch.linspace(-1, 1, wanted.numel())
+    for module, values in ((plain, wanted), (packed, got)):
+        module.zero_grad()
+        (values * weights).sum().backward()
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def rollouts(*, groups: int, size: int, prompt: int, sampled: int) -> list[Sample]:
+    """Groups with a prompt in common, each rollout with two branches that share its first half."""
+    rng = np.random.default_rng(0)
+    made: list[Sample] = []
+    for group in range(groups):
+        shared = rng.integers(1, 32, prompt)
+        for member in range(size):
+            first = rng.integers(1, 32, sampled // 2)
+            for branch in range(2):
+                ids = np.concatenate([shared, first, rng.integers(1, 32, sampled - sampled // 2)])
+                mask = np.arange(ids.size) >= prompt + (0 if branch == 0 else sampled // 2)
+                made.append(
+                    Sample(
+                        sequence_id=f"g{group}/{member}",
+                        group_id=f"g{group}",
+                        token_ids=ids.astype(np.int32),
+                        loss_mask=mask,
+                        sampler_logprobs=np.where(mask, rng.normal(-3, 0.3, ids.size), 0).astype(np.float32),
+                        advantages=np.where(mask, np.float32(member - 1), np.float32(0)),
+                        weights_versions=np.where(mask, 0, -1).astype(np.int32),
+                    )
+                )
+    return made
+
+
+@pytest.mark.parametrize("budget", [40, 100, 10_000])
+def test_packs_keep_rollouts_whole_and_forward_less_than_rows_under_the_same_budget(budget: int) -> None:
+    samples = rollouts(groups=3, size=4, prompt=20, sampled=10)
+    packs = pack(samples, budget_tokens=budget)
+    assert sorted(map(id, (s for each in packs for s in each))) == sorted(map(id, samples))
+    homes = [{s.sequence_id for s in each} for each in packs]
+    assert sum(map(len, homes)) == len(set().union(*homes)) == 12
+    trees = [PrefixTree.of([s.token_ids for s in each], [s.loss_mask for s in each]) for each in packs]
+    assert all(tree.num_tokens <= budget or len(home) == 1 for tree, home in zip(trees, homes, strict=True))
+    assert sum(tree.num_tokens for tree in trees) < sum(s.token_ids.size for s in samples)
+    assert len(packs) <= len(split(samples, budget_tokens=budget))
+    assert pack(samples[::-1], budget_tokens=budget) == packs
+
+
+@pytest.mark.parametrize("policy_loss", [PolicyLoss.GRPO, PolicyLoss.GSPO])
+def test_an_update_is_the_same_whatever_is_shared_and_says_what_it_forwarded(
+    tmp_path: Path, policy_loss: PolicyLoss
+) -> None:
+    path = write_model(tmp_path / "model", "qwen3")
+    samples = rollouts(groups=2, size=3, prompt=16, sampled=12)
+    loss = LossConfig(policy_loss=policy_loss, clip_low=0.05, clip_high=0.05, kl_coef=0.1, temperature=0.9)
+    gradients: list[list[torch.Tensor]] = []
+    said = []
+    for budget in (30, 10_000):
+        trainer = TorchTrainer(path, device=CPU, micro_batch_tokens=budget)
+        said.append(trainer.forward_backward(samples, loss))
+        gradients.append([p.grad for p in trainer.module.parameters() if p.grad is not None])
+    small, whole = said
+    assert whole.forwarded_tokens == len(contexts_of([(s.token_ids, s.loss_mask) for s in samples]))
+    assert small.forwarded_tokens > whole.forwarded_tokens
+    assert small.loss == pytest.approx(whole.loss, abs=1e-6)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
+def test_layers_with_a_window_or_a_state_are_not_packed(tmp_path: Path) -> None:
+    module = load_module(write_model(tmp_path / "gpt2", "gpt2"), device=CPU)
+    assert not enable_trees(module)
+    windowed = load_module(write_model(tmp_path / "qwen2", "qwen2"), device=CPU)
+    config = windowed.config
+    assert isinstance(config, Qwen2Config)
+    config.layer_types = ["full_attention", "sliding_attention"]
+    assert not enable_trees(windowed)
+    assert config._attn_implementation == "sdpa"
+
+
+def test_a_checkpoint_of_a_packed_module_names_no_attention_of_ours(tmp_path: Path) -> None:
+    trainer = TorchTrainer(write_model(tmp_path / "model", "qwen3"), device=CPU, micro_batch_tokens=100)
+    (tmp_path / "saved").mkdir()
+    trainer.save_state(tmp_path / "saved", weights_only=True)
+    assert "pilotage_tree" not in (tmp_path / "saved" / "config.json").read_text()
