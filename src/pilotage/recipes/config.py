@@ -83,7 +83,15 @@ class RolloutSettings(_Section):
     submission_floor: float | None = None
     """Reward of such rollouts; absent leaves them the verifier's."""
     concurrency: int = Field(default=8, ge=1)
-    """Rollouts that run at once."""
+    """Rollouts that run at once, whatever their phase."""
+    setup_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many set up environment and agent at once; absent is all."""
+    agent_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many agents run at once; absent is all."""
+    verifier_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many verifiers run at once; absent is all."""
+    starts_per_s: float | None = Field(default=None, gt=0)
+    """Most trials that start in a second; absent is as many as there are."""
     workers: int = Field(default=2, ge=0)
     """Processes that run trials; 0 runs them in the driver."""
     trials_directory: Path | None = None

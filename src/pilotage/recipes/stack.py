@@ -17,6 +17,7 @@ from pilotage.rollouts import (
     EnvironmentChoice,
     HarborRunner,
     RunnerSettings,
+    TrialLimits,
     check_settings,
 )
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
@@ -77,6 +78,12 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
         expects_hand_in=settings.expects_hand_in,
         submission_floor=settings.submission_floor,
         concurrency=settings.concurrency,
+        limits=TrialLimits(
+            setup_slots=settings.setup_slots,
+            agent_slots=settings.agent_slots,
+            verifier_slots=settings.verifier_slots,
+            starts_per_s=settings.starts_per_s,
+        ),
         workers=settings.workers,
         keep_trials=settings.keep_trials,
     )
