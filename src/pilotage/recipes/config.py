@@ -61,7 +61,8 @@ class RolloutSettings(_Section):
     system_prompt_file: Path | None = None
     """Text file for the `openhands` agent; absent is two sentences."""
     skills: tuple[Path, ...] = ()
-    """Text files that follow the system prompt."""
+    """Directories with a SKILL.md, put into the environment and told to the agent; of `openhands`, also text
+    files that follow the system prompt."""
     environment: str = "host"
     """`host`, `module:Class`, or one of Harbor's environment types."""
     environment_options: dict[str, Any] = Field(default_factory=dict)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pilotage.client import JobPlan, open_engine, resolve_connection
+from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
@@ -45,12 +46,21 @@ class Stack:
 
 
 def _agent(settings: RolloutSettings) -> AgentChoice:
+    directories = tuple(skill for skill in settings.skills if skill.is_dir())
+    texts = [str(skill) for skill in settings.skills if not skill.is_dir()]
     if settings.agent != "openhands":
-        return AgentChoice(name=settings.agent, options=settings.agent_options, route=settings.agent_route)
-    options: dict[str, Any] = {"tools": list(settings.tools), "skills": [str(p) for p in settings.skills]}
+        if texts:
+            raise ConfigError(f"skill {texts[0]} is no directory; only the agent openhands takes a text file")
+        return AgentChoice(
+            name=settings.agent,
+            options=settings.agent_options,
+            route=settings.agent_route,
+            skills=directories,
+        )
+    options: dict[str, Any] = {"tools": list(settings.tools), "skills": texts}
     if settings.system_prompt_file is not None:
         options["system_prompt_file"] = str(settings.system_prompt_file)
-    return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route)
+    return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route, skills=directories)
 
 
 def _environment(settings: RolloutSettings) -> EnvironmentChoice:

@@ -19,6 +19,7 @@ from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
 from pilotage.rollouts.routes import Route, check_route
+from pilotage.rollouts.skills import check_skills
 from pilotage.rollouts.trial import (
     OUR_AGENTS,
     AgentChoice,
@@ -70,12 +71,13 @@ class RunnerSettings:
 
 
 def check_settings(settings: RunnerSettings) -> None:
-    """Raise ConfigError where no rollout could run: the environment, or the agent's way to the proxy."""
+    """Raise ConfigError where no rollout could run: environment, skills, or the agent's way to the proxy."""
     agent, environment = settings.agent, settings.environment
     if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
         check_route(agent.name, agent.route)
     if environment.options.get("unsandboxed") and agent.route is Route.RELAY:
         raise ConfigError('an unsandboxed agent reaches the proxy itself: set agent_route = "address"')
+    check_skills(agent)
     check_environment(environment)
 
 

@@ -49,6 +49,8 @@ class AgentChoice:
     (the environment variable that holds the key) and, if it is ours, `max_turns`."""
     route: Route = Route.DRIVER
     """How it reaches the proxy."""
+    skills: tuple[Path, ...] = ()
+    """Directories with a SKILL.md, for agents that take skills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +247,7 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
     from harbor.models.trial.config import AgentConfig
 
     model = f"openai/{spec.access.model}"
+    skills: list[str | Path] = [skill.absolute() for skill in spec.agent.skills]
     if ":" in spec.agent.name:
         endpoint = {"base_url": _base_url(spec), "api_key_variable": key_variable}
         budget = {"max_turns": spec.max_turns} if spec.agent.name in OUR_AGENTS else {}
@@ -253,11 +256,13 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
             model_name=model,
             override_timeout_sec=spec.deadlines.agent_s,
             kwargs={**endpoint, **budget, **spec.agent.options},
+            skills=skills,
         )
     config = AgentConfig(
         name=spec.agent.name,
         override_timeout_sec=spec.deadlines.agent_s,
         kwargs=dict(spec.agent.options),
+        skills=skills,
     )
     connection = AgentFactory.get_agent_class_from_config(config).MODEL_CONNECTION
     if connection is None:
