@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
 from pilotage.recipes.reference import changes
+from pilotage.rollouts.mcp_servers import McpServer
 from pilotage.rollouts.routes import Route
 from pilotage.trackers.names import TrackerName
 
@@ -63,6 +64,8 @@ class RolloutSettings(_Section):
     skills: tuple[Path, ...] = ()
     """Directories with a SKILL.md, put into the environment and told to the agent; of `openhands`, also text
     files that follow the system prompt."""
+    mcp_servers: dict[str, McpServer] = Field(default_factory=dict)
+    """Name to `{command, args}`, a program on this machine, or `{url}`; `openhands` gets their tools too."""
     environment: str = "host"
     """`host`, `module:Class`, or one of Harbor's environment types."""
     environment_options: dict[str, Any] = Field(default_factory=dict)

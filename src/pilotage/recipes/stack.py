@@ -51,6 +51,8 @@ def _agent(settings: RolloutSettings) -> AgentChoice:
     if settings.agent != "openhands":
         if texts:
             raise ConfigError(f"skill {texts[0]} is no directory; only the agent openhands takes a text file")
+        if settings.mcp_servers:
+            raise ConfigError("rollouts.mcp_servers are for the agent openhands; configure another's itself")
         return AgentChoice(
             name=settings.agent,
             options=settings.agent_options,
@@ -58,6 +60,9 @@ def _agent(settings: RolloutSettings) -> AgentChoice:
             skills=directories,
         )
     options: dict[str, Any] = {"tools": list(settings.tools), "skills": texts}
+    if settings.mcp_servers:
+        servers = settings.mcp_servers.items()
+        options["driver_mcp_servers"] = {name: server.model_dump() for name, server in servers}
     if settings.system_prompt_file is not None:
         options["system_prompt_file"] = str(settings.system_prompt_file)
     return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route, skills=directories)

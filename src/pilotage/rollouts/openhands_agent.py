@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 
 from pilotage.errors import ConfigError
 from pilotage.rollouts.driver_agent import DriverAgent, DriverAgentOptions
+from pilotage.rollouts.mcp_servers import McpServer
 from pilotage.rollouts.skills import read_skills
 from pilotage.rollouts.third_party import prepare
 
@@ -37,6 +38,9 @@ class OpenHandsOptions(DriverAgentOptions):
     )
     system_prompt_file: str | None = Field(default=None, description="Text file; default: two sentences.")
     skills: tuple[str, ...] = Field(default=(), description="Text files that follow the system prompt.")
+    driver_mcp_servers: dict[str, McpServer] = Field(
+        default_factory=dict, description="Name to {command, args} or {url}; the agent gets their tools too."
+    )
     max_output_chars: int = Field(default=10_000, ge=100, description="Of one tool call.")
 
     @field_validator("tools", "skills", mode="before")
@@ -94,6 +98,7 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
             api_key=self._api_key,
             model=self.model_name or "openai/policy",
             tools=chosen.tools,
+            mcp_servers=chosen.driver_mcp_servers,
             system_prompt=self._system_prompt,
             max_turns=chosen.max_turns,
             request_timeout_s=chosen.request_timeout_s,
