@@ -65,5 +65,5 @@ start_service() {
 make_tasks
 [ "$backend" = local ] || start_service
 "$pilotage" train "recipes/$kind.toml" "backend=$backend" "loop.seed=$seed" --run-name "$name" "${resume[@]}"
-"$pilotage" baseline --json "$tasks/held_out" >"$tasks/anchors.json"
+"$pilotage" baseline --json --methods random,bm25-1 "$tasks/held_out" >"$tasks/anchors.json"
 "$pilotage" report --window 5 --anchors "$tasks/anchors.json" "runs/$name"

@@ -279,7 +279,7 @@ def demo_commands(root: Path, *arguments: str) -> list[str]:
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
     expected = [
         "train recipes/demo.toml backend=local loop.seed=1 --run-name demo-seed1",
-        "baseline --json tasks/demo/held_out",
+        "baseline --json --methods random,bm25-1 tasks/demo/held_out",
         "report --window 5 --anchors tasks/demo/anchors.json runs/demo-seed1",
     ]
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
@@ -290,7 +290,7 @@ def test_the_demo_on_factory_tasks_makes_each_split_once_and_holds_packages_out(
     train, held_out, *rest = demo_commands(tmp_path, "local", "factory")
     assert rest == [
         "train recipes/demo_factory.toml backend=local loop.seed=1 --run-name demo-factory-seed1",
-        "baseline --json tasks/factory/held_out",
+        "baseline --json --methods random,bm25-1 tasks/factory/held_out",
         "report --window 5 --anchors tasks/factory/anchors.json runs/demo-factory-seed1",
     ]
     assert train.startswith("data make-bugs --out tasks/factory/train ")

@@ -281,6 +281,9 @@ def _add_reading(commands: _Commands) -> None:
     baseline = commands.add_parser("baseline", help="score search without a model on localization tasks")
     baseline.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
     baseline.add_argument("--json", action="store_true", help="print JSON")
+    baseline.add_argument(
+        "--methods", type=lambda names: names.split(","), metavar="A,B", help="these alone; default: all"
+    )
     baseline.set_defaults(command=("data", "baseline"))
 
     verify = commands.add_parser("verify-template", help="say whether a chat template is append-only")
