@@ -26,9 +26,9 @@ make_tasks() {
         return
     fi
     # Goes on where it was interrupted; done only when the table is there, which is written last.
-    [ -e "$tasks/train/yield.md" ] || "$pilotage" data make-bugs --out "$tasks/train" --tasks 136 \
+    [ -e "$tasks/train/yield.md" ] || "$pilotage" data make-bugs --bare-issue --out "$tasks/train" --tasks 136 \
         boltons==26.2.0 tabulate==0.10.0 tomlkit==0.15.2 toolz==1.2.0
-    [ -e "$tasks/held_out/yield.md" ] || "$pilotage" data make-bugs --out "$tasks/held_out" --tasks 102 \
+    [ -e "$tasks/held_out/yield.md" ] || "$pilotage" data make-bugs --bare-issue --out "$tasks/held_out" --tasks 102 \
         cachetools==8.0.2 h11==0.16.0 tinydb==4.9.0
 }
 

@@ -267,7 +267,8 @@ def demo_commands(root: Path, *arguments: str) -> list[str]:
     shutil.copy(ROOT / "scripts" / "demo.sh", script)
     command = root / "pilotage"
     serving = 'if [ "$1" = serve ]; then echo "serving on http://127.0.0.1:9"; exec sleep 60; fi'
-    making = 'if [ "$1 $3" = "data --out" ]; then mkdir -p "$4" && touch "$4/yield.md"; fi'
+    find_out = 'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; touch "$2/yield.md"'
+    making = f'if [ "$1" = data ]; then {find_out}; fi'
     command.write_text(f'#!/bin/sh\necho "$* $ARCTIC_CORTEX_BASE_URL" >> {root}/calls\n{serving}\n{making}\n')
     command.chmod(0o755)
     calls = root / "calls"
@@ -293,8 +294,8 @@ def test_the_demo_on_factory_tasks_makes_each_split_once_and_holds_packages_out(
         "baseline --json --methods random,bm25-1 tasks/factory/held_out",
         "report --window 5 --anchors tasks/factory/anchors.json runs/demo-factory-seed1",
     ]
-    assert train.startswith("data make-bugs --out tasks/factory/train ")
-    assert held_out.startswith("data make-bugs --out tasks/factory/held_out ")
+    assert train.startswith("data make-bugs --bare-issue --out tasks/factory/train ")
+    assert held_out.startswith("data make-bugs --bare-issue --out tasks/factory/held_out ")
     assert not set(re.findall(r"\S+==\S+", train)) & set(re.findall(r"\S+==\S+", held_out))
     assert demo_commands(tmp_path, "local", "factory") == rest
     (tmp_path / "tasks" / "factory" / "held_out" / "yield.md").unlink()  # written last: it was interrupted

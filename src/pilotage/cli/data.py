@@ -210,6 +210,7 @@ async def make_bugs(arguments: argparse.Namespace) -> int:
         num_workers=os.cpu_count() or 1 if arguments.workers is None else arguments.workers,
         index_url=configured_index(),
         cache=_cache("sdists"),
+        bare_issue=arguments.bare_issue,
     )
     stop = threading.Event()
     try:

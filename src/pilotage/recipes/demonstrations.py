@@ -13,6 +13,7 @@ import re
 
 import numpy as np
 
+from pilotage.datasets import issue_of
 from pilotage.localization import mentioned_names
 from pilotage.rendering import Markup, TemplateRenderer, TokenizerFile
 from pilotage.types import Completion, FinishReason, SamplingParams, TokenIds
@@ -53,7 +54,7 @@ class DemonstrationSampler:
         """Return the next call: a search, or, once there are hits, a hand-in."""
         *_, last_role = re.findall(r"<\|im_start\|>(\w+)\n", context.removesuffix("<|im_start|>assistant\n"))
         if last_role != "tool":
-            names = mentioned_names(context)
+            names = mentioned_names(issue_of(context))
             (size,) = rng.choices(list(QUERY_SIZES), list(QUERY_SIZES.values()))
             return "code_search", {"query": " ".join(rng.sample(names, min(size, len(names))))}
         result = context.rpartition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0]

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pilotage.algorithms import to_samples
-from pilotage.datasets import load_tasks
+from pilotage.datasets import issue_of, load_tasks
 from pilotage.engine import LocalEngine, PolicyConfig, create_policy
 from pilotage.errors import ConfigError
 from pilotage.localization import mentioned_names
@@ -84,7 +84,7 @@ def _transcript_texts(tasks: Sequence[Task]) -> Iterator[str]:
     for task in tasks:
         issue = (task.path / "instruction.md").read_text(encoding="utf-8")
         yield issue
-        for names in _searches(task, mentioned_names(issue)):
+        for names in _searches(task, mentioned_names(issue_of(issue))):
             command = search_command(" ".join(names))
             assert command is not None
             done = subprocess.run(
