@@ -7,6 +7,7 @@ STAMP := $(VENV)/.pilotage-installed
 PYTHON_FILES := src tests benchmarks scripts
 SEED ?= 0
 BACKEND ?= local
+TASKS ?= packages
 ARGS ?=
 
 # One thread a process: two OpenMP threads on a busy core cost a tiny model a factor of ten.
@@ -24,8 +25,8 @@ install: $(STAMP)  ## find Python 3.12, make .venv and install Pilotage into it
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV)
 
-demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1, BACKEND=cortex
-	@scripts/demo.sh $(BIN)/pilotage $(SEED) $(BACKEND)
+demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1, BACKEND=cortex, TASKS=factory
+	@scripts/demo.sh $(BIN)/pilotage $(SEED) $(BACKEND) $(TASKS)
 
 test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
 	@echo "fetching the official tokenizer and templates that some tests compare with"

@@ -1,21 +1,42 @@
 #!/usr/bin/env bash
 # Run the demo: make its tasks where they are missing, train, report.
 #
-#   scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex]
+#   scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex] [packages|factory]
 #
-# With cortex the policy is held by a job of `pilotage serve`, which is started for the run and stopped after
-# it. An unfinished run of that seed is taken up where it stopped; a finished one is kept, and a new run gets
-# the next free number.
+# `packages` are bugs put into installed packages, made in a minute; `factory` are bugs that the packages' own
+# tests have proven, made in about ten. With cortex the policy is held by a job of `pilotage serve`, which is
+# started for the run and stopped after it. An unfinished run of that seed is taken up where it stopped; a
+# finished one is kept, and a new run gets the next free number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-pilotage=${1:?usage: scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex]}
-seed=${2:?usage: scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex]}
+usage='usage: scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex] [packages|factory]'
+pilotage=${1:?$usage}
+seed=${2:?$usage}
 backend=${3:-local}
+
+case ${4:-packages} in
+    packages) kind=demo tasks=tasks/demo ;;
+    factory) kind=demo_factory tasks=tasks/factory ;;
+    *) echo "demo: TASKS is packages or factory, got $4" >&2 && exit 2 ;;
+esac
+
+make_tasks() {
+    if [ "$kind" = demo ]; then
+        [ -d "$tasks" ] || "$pilotage" data demo --out "$tasks"
+        return
+    fi
+    # Goes on where it was interrupted; done only when the table is there, which is written last.
+    [ -e "$tasks/train/yield.md" ] || "$pilotage" data make-bugs --bare-issue --out "$tasks/train" --tasks 136 \
+        boltons==26.2.0 tabulate==0.10.0 tomlkit==0.15.2 toolz==1.2.0
+    [ -e "$tasks/held_out/yield.md" ] || "$pilotage" data make-bugs --bare-issue --out "$tasks/held_out" --tasks 102 \
+        cachetools==8.0.2 h11==0.16.0 tinydb==4.9.0
+}
 
 is_finished() { grep -qs '"event":"finished"' "runs/$1/events.jsonl"; }
 
-base=demo-seed$seed
-[ "$backend" = local ] || base=demo-$backend-seed$seed
+base=${kind//_/-}
+[ "$backend" = local ] || base=$base-$backend
+base=$base-seed$seed
 name=$base
 number=2
 while is_finished "$name"; do
@@ -27,10 +48,10 @@ if [ -e "runs/$name/config.toml" ]; then
     resume=(--resume)
 fi
 
-# Serve recipes/demo/policy as `policy` on a free port of loopback; the service ends with this script.
+# Serve recipes/$kind/policy as `policy` on a free port of loopback; the service ends with this script.
 start_service() {
     announced=$(mktemp)  # not local: the trap runs after the function has ended
-    "$pilotage" serve --no-auth --models recipes/demo --data runs/service --port 0 >"$announced" &
+    "$pilotage" serve --no-auth --models "recipes/$kind" --data runs/service --port 0 >"$announced" &
     service=$!
     trap 'kill "$service" 2>/dev/null; wait "$service" || true; rm -f "$announced"' EXIT
     until grep -q "serving on" "$announced"; do
@@ -41,7 +62,8 @@ start_service() {
     export ARCTIC_CORTEX_BASE_URL
 }
 
-[ -d tasks/demo ] || "$pilotage" data demo --out tasks/demo
+make_tasks
 [ "$backend" = local ] || start_service
-"$pilotage" train recipes/demo.toml "backend=$backend" "loop.seed=$seed" --run-name "$name" "${resume[@]}"
-"$pilotage" report --window 5 "runs/$name"
+"$pilotage" train "recipes/$kind.toml" "backend=$backend" "loop.seed=$seed" --run-name "$name" "${resume[@]}"
+"$pilotage" baseline --json --methods random,bm25-1 "$tasks/held_out" >"$tasks/anchors.json"
+"$pilotage" report --window 5 --anchors "$tasks/anchors.json" "runs/$name"

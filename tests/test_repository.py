@@ -260,39 +260,62 @@ def test_another_python_is_refused_with_one_line_and_exit_code_2(tmp_path: Path)
     ]
 
 
-def demo_commands(root: Path, *backend: str) -> list[str]:
+def demo_commands(root: Path, *arguments: str) -> list[str]:
     """Run a copy of the demo script with a command that writes down how it was called."""
     script = root / "scripts" / "demo.sh"
     script.parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / "scripts" / "demo.sh", script)
     command = root / "pilotage"
     serving = 'if [ "$1" = serve ]; then echo "serving on http://127.0.0.1:9"; exec sleep 60; fi'
-    command.write_text(f'#!/bin/sh\necho "$* $ARCTIC_CORTEX_BASE_URL" >> {root}/calls\n{serving}\n')
+    find_out = 'while [ "$1" != --out ]; do shift; done; mkdir -p "$2"; touch "$2/yield.md"'
+    making = f'if [ "$1" = data ]; then {find_out}; fi'
+    command.write_text(f'#!/bin/sh\necho "$* $ARCTIC_CORTEX_BASE_URL" >> {root}/calls\n{serving}\n{making}\n')
     command.chmod(0o755)
     calls = root / "calls"
     calls.unlink(missing_ok=True)
-    subprocess.run([script, str(command), "1", *backend], check=True, env={"PATH": os.environ["PATH"]})
+    subprocess.run([script, str(command), "1", *arguments], check=True, env={"PATH": os.environ["PATH"]})
     return [line.strip() for line in calls.read_text().splitlines()]
 
 
 def test_the_demo_makes_its_tasks_once_and_passes_the_seed(tmp_path: Path) -> None:
     expected = [
         "train recipes/demo.toml backend=local loop.seed=1 --run-name demo-seed1",
-        "report --window 5 runs/demo-seed1",
+        "baseline --json --methods random,bm25-1 tasks/demo/held_out",
+        "report --window 5 --anchors tasks/demo/anchors.json runs/demo-seed1",
     ]
     assert demo_commands(tmp_path) == ["data demo --out tasks/demo", *expected]
-    (tmp_path / "tasks" / "demo").mkdir(parents=True)
     assert demo_commands(tmp_path) == expected
+
+
+def test_the_demo_on_factory_tasks_makes_each_split_once_and_holds_packages_out(tmp_path: Path) -> None:
+    train, held_out, *rest = demo_commands(tmp_path, "local", "factory")
+    assert rest == [
+        "train recipes/demo_factory.toml backend=local loop.seed=1 --run-name demo-factory-seed1",
+        "baseline --json --methods random,bm25-1 tasks/factory/held_out",
+        "report --window 5 --anchors tasks/factory/anchors.json runs/demo-factory-seed1",
+    ]
+    assert train.startswith("data make-bugs --bare-issue --out tasks/factory/train ")
+    assert held_out.startswith("data make-bugs --bare-issue --out tasks/factory/held_out ")
+    assert not set(re.findall(r"\S+==\S+", train)) & set(re.findall(r"\S+==\S+", held_out))
+    assert demo_commands(tmp_path, "local", "factory") == rest
+    (tmp_path / "tasks" / "factory" / "held_out" / "yield.md").unlink()  # written last: it was interrupted
+    assert demo_commands(tmp_path, "local", "factory") == [held_out, *rest]
+
+
+def test_the_demo_refuses_tasks_that_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        demo_commands(tmp_path, "local", "swe")
+    assert refused.value.returncode == 2
 
 
 def test_the_demo_on_a_service_of_its_own_ends_well(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
     started = time.monotonic()
-    serve, train, report = demo_commands(tmp_path, "cortex")
+    serve, train, _, report = demo_commands(tmp_path, "cortex")
     assert time.monotonic() - started < 30, "the service was not stopped"
     assert serve.startswith("serve --no-auth")
     assert train.endswith("--run-name demo-cortex-seed1 http://127.0.0.1:9")
-    assert report.startswith("report --window 5 runs/demo-cortex-seed1")
+    assert "runs/demo-cortex-seed1" in report
 
 
 def test_the_demo_resumes_what_stopped_and_keeps_what_finished(tmp_path: Path) -> None:

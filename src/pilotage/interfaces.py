@@ -174,6 +174,10 @@ class SessionHost(Protocol):
         """Make a session and its key."""
         ...
 
+    def prolong(self, access: SessionAccess, seconds: float) -> None:
+        """Let the key of an open session live longer by so much."""
+        ...
+
     async def close(self, access: SessionAccess) -> SessionRecord:
         """End the session: cancels what is running, forgets the key, returns what was recorded."""
         ...

@@ -1,5 +1,6 @@
 """Every wrong input gives one line that says what to do, and the exit code of its kind."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from tests.algorithms.strategies import make_rollout, make_turn
 from tests.ops.records import make_record
 
 from pilotage.cli import main
+from pilotage.datasets import write_package_tasks
 from pilotage.loops import RunDirectory
 from pilotage.recipes import load_recipe
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
@@ -223,3 +225,19 @@ def test_an_old_python_is_refused_with_one_line() -> None:
     assert re.fullmatch(
         r"pilotage: needs Python 3\.12 or 3\.13, this is 3\.11\.\d+; run `make install`\n", done.stderr
     )
+
+
+def test_baselines_are_those_that_were_named_and_score_as_among_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = tmp_path / "tasks"
+    write_package_tasks(tasks, packages=["h11"], num_tasks=2, seed=0)
+    assert main(["baseline", "--json", str(tasks)]) == 0
+    every = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    assert every["gold"]["reward"] == 3.0
+    assert main(["baseline", "--json", "--methods", "bm25-1,random", str(tasks)]) == 0
+    named = {row["method"]: row for row in json.loads(capsys.readouterr().out)}
+    assert named == {name: every[name] for name in ("random", "bm25-1")}
+
+    expected = "no method bm25; --methods are of random, bm25-1, bm25-2, bm25-3, identifiers, gold"
+    assert line_of(capsys, 2, "baseline", "--methods", "bm25", tasks) == expected

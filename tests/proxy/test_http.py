@@ -106,6 +106,16 @@ async def test_an_expired_key_is_a_401_and_its_record_is_kept() -> None:
         assert len((await it.close()).trajectory.turns) == 1
 
 
+async def test_a_prolonged_key_lives_as_much_longer() -> None:
+    words = WordRenderer()
+    async with rig(renderer=words, script=[words.reply("ok")], session=spec(ttl_s=0.2)) as it:
+        it.proxy.prolong(it.access, 60.0)
+        await asyncio.sleep(0.25)
+        await it.ask([user("a")])
+        it.proxy.prolong(it.access, -60.0)
+        assert (await it.post([user("b")])).status_code == 401
+
+
 async def test_a_closed_key_is_a_401_and_cannot_be_closed_again() -> None:
     async with rig() as it:
         await it.close()

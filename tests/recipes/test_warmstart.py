@@ -1,5 +1,6 @@
 """The warm start's data: what may be learnt from a batch, and what renaming words leaves as it was."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pilotage.recipes import load_recipe
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
-from pilotage.recipes.warmstart import copy_batch, shuffle_words, task_words
+from pilotage.recipes.warmstart import MAX_SEARCHES, _searches, copy_batch, shuffle_words, task_words
 from pilotage.rendering import TokenizerFile
-from pilotage.types import Sample
+from pilotage.types import Sample, Task
 
 VOCAB = np.arange(10, 90)
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def make_sample(ids: list[int], mask: list[bool]) -> Sample:
@@ -122,3 +125,26 @@ def test_words_are_of_four_kinds_without_what_the_format_repeats(tokenizer: Toke
         frozenset({"core.py", "util.py"}),
         frozenset({"::read", "::feed"}),
     }
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_factory"])
+def test_a_demos_recipe_starts_from_a_policy_that_was_made_for_it(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    made = json.loads((recipe.policy.model / "warm_start.json").read_text())
+    assert made["recipe"] == recipe.name
+    tokenizer = TokenizerFile.load(recipe.policy.model)
+    for word in ("code_search", "localization_finish", "::", ["no", "match"][1]):
+        assert tokenizer.encode([word]).size == 1, word
+    size = json.loads((recipe.policy.model / "config.json").read_text())["vocab_size"]
+    assert tokenizer.decode([size - 1])
+    assert not tokenizer.decode([size])
+
+
+def test_of_many_choices_of_names_the_same_sample_is_searched_and_of_few_all(tmp_path: Path) -> None:
+    task = Task(id="p/a", path=tmp_path)
+    few = _searches(task, ["one", "two", "three"])
+    assert len(few) == 7  # three, three pairs, and all
+    many = _searches(task, [f"name{number}" for number in range(20)])
+    assert len(set(many)) == len(many) == MAX_SEARCHES
+    assert all(1 <= len(choice) <= 3 for choice in many)
+    assert _searches(task, [f"name{number}" for number in range(20)]) == many

@@ -1,6 +1,11 @@
 """What is said of an environment that cannot be used, before the first rollout."""
 
+from pathlib import Path
+
 import pytest
+from harbor.environments.docker.docker import DockerEnvironment
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
 
 from pilotage.errors import ConfigError
 from pilotage.rollouts.environments import check_environment
@@ -54,3 +59,24 @@ def test_what_can_be_used_passes() -> None:
 @pytest.mark.usefixtures("nowhere")
 def test_an_unsandboxed_host_needs_no_programs() -> None:
     check_environment(EnvironmentChoice(name=HOST_ENVIRONMENT, options={"unsandboxed": True}))
+
+
+def image_of(root: Path, name: str, content: str) -> str:
+    """The image that Harbor's docker environment builds for a task."""
+    directory = root / name / "environment"
+    directory.mkdir(parents=True)
+    (directory / "Dockerfile").write_text(content)
+    environment = DockerEnvironment(
+        environment_dir=directory,
+        environment_name=name,
+        session_id=f"{name}-trial",
+        trial_paths=TrialPaths(trial_dir=root / name / "trial"),
+        task_env_config=EnvironmentConfig(),
+    )
+    return environment._main_image_name
+
+
+def test_tasks_with_the_same_environment_share_an_image_and_no_others_do(tmp_path: Path) -> None:
+    one, same = (image_of(tmp_path, name, "FROM base:1\n") for name in ("one", "same"))
+    other = image_of(tmp_path, "other", "FROM base:2\n")
+    assert one == same != other

@@ -56,6 +56,9 @@ class Watched:
         self.most_open = max(self.most_open, self.num_open)
         return access
 
+    def prolong(self, access: SessionAccess, seconds: float) -> None:
+        self._proxy.prolong(access, seconds)
+
     async def close(self, access: SessionAccess) -> SessionRecord:
         self.num_open -= 1
         return await self._proxy.close(access)

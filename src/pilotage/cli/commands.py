@@ -120,6 +120,11 @@ def _add_make_bugs(data: _Commands) -> None:
     bugs.add_argument("--out", type=Path, required=True, metavar="DIR", help="new, or of a run to go on with")
     bugs.add_argument("--tasks", type=int, default=300, metavar="N", help="over all packages (%(default)s)")
     bugs.add_argument("--seed", type=int, default=0)
+    bugs.add_argument(
+        "--bare-issue",
+        action="store_true",
+        help="tell the issue alone, not how to hand in; for the tiny policy",
+    )
     bugs.add_argument("--workers", type=int, metavar="N", help="processes that run tests; default: the cores")
     bugs.set_defaults(command=("data", "make_bugs"))
     repairs = data.add_parser("make-repairs", help="repair tasks from bugs that make-bugs has proven")
@@ -281,6 +286,9 @@ def _add_reading(commands: _Commands) -> None:
     baseline = commands.add_parser("baseline", help="score search without a model on localization tasks")
     baseline.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
     baseline.add_argument("--json", action="store_true", help="print JSON")
+    baseline.add_argument(
+        "--methods", type=lambda names: names.split(","), metavar="A,B", help="these alone; default: all"
+    )
     baseline.set_defaults(command=("data", "baseline"))
 
     verify = commands.add_parser("verify-template", help="say whether a chat template is append-only")

@@ -123,9 +123,16 @@ def _print_counts(counts: Mapping[str, int]) -> None:
 async def baseline(arguments: argparse.Namespace) -> int:
     """Print what random, BM25 and identifier search score on tasks, and what a perfect answer would."""
     from pilotage.datasets import load_tasks, score_baselines
+    from pilotage.localization import BASELINES
 
+    chosen = arguments.methods or [*BASELINES, "gold"]
+    if unknown := set(chosen) - {*BASELINES, "gold"}:
+        raise ConfigError(f"no method {min(unknown)}; --methods are of {', '.join(BASELINES)}, gold")
     tasks = load_tasks(arguments.tasks)
-    scored = await asyncio.to_thread(score_baselines, tasks)
+    scored = await asyncio.to_thread(
+        score_baselines, tasks, [method for method in BASELINES if method in chosen]
+    )
+    scored = [found for found in scored if found.method in chosen]
     if arguments.json:
         rows = [
             {
@@ -203,6 +210,7 @@ async def make_bugs(arguments: argparse.Namespace) -> int:
         num_workers=os.cpu_count() or 1 if arguments.workers is None else arguments.workers,
         index_url=configured_index(),
         cache=_cache("sdists"),
+        bare_issue=arguments.bare_issue,
     )
     stop = threading.Event()
     try:

@@ -11,6 +11,7 @@ from pilotage.datasets.baselines import BaselineScores, score_baselines
 from pilotage.datasets.bugs import Bug, find_bugs
 from pilotage.datasets.contamination import overlaps
 from pilotage.datasets.harbor_tasks import load_tasks
+from pilotage.datasets.localization_tasks import issue_of
 from pilotage.datasets.package_tasks import DEMO_HELD_OUT, DEMO_TRAIN, write_package_tasks
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "BaselineScores",
     "Bug",
     "find_bugs",
+    "issue_of",
     "load_tasks",
     "overlaps",
     "score_baselines",

@@ -5,8 +5,6 @@ buggy function uses, never the function, its class or its file.
 """
 
 import ast
-import builtins
-import keyword
 import random
 import re
 import shutil
@@ -19,14 +17,13 @@ from pathlib import Path
 from pilotage.datasets.bugs import Bug, find_bugs, functions_of
 from pilotage.datasets.localization_tasks import LocalizationTask, write_localization_task
 from pilotage.errors import ConfigError
-from pilotage.localization import gold_places
+from pilotage.localization import COMMON_NAMES, MIN_NAME, gold_places
 
 DEMO_TRAIN = ("click", "httpx", "jinja2", "starlette")
 DEMO_HELD_OUT = ("markdown_it", "packaging", "uvicorn")
 NUM_CLUES = 3
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_COMMON = frozenset([*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "args", "kwargs"])
 
 _SYMPTOMS: Mapping[str, Sequence[str]] = {
     "comparison": ("A limit is checked the wrong way.", "Two values are compared wrongly."),
@@ -110,7 +107,10 @@ def _clue_choices(key: _Key, definition: _Definition, frequency: Counter[str]) -
     return sorted(
         word
         for word in definition.identifiers
-        if len(word) > 2 and word not in _COMMON and word.lower() not in named and 2 <= frequency[word] <= 12
+        if len(word) >= MIN_NAME
+        and word not in COMMON_NAMES
+        and word.lower() not in named
+        and 2 <= frequency[word] <= 12
     )
 
 

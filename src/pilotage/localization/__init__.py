@@ -9,6 +9,7 @@ Nothing here reads a disk or runs a program.
 
 from pilotage.localization.gate import Submission, submission_fault
 from pilotage.localization.gold import gold_of_changes, gold_places
+from pilotage.localization.mentions import COMMON_NAMES, MIN_NAME, mentioned_names
 from pilotage.localization.retrieval import BASELINES, Bm25, Function, functions_of, locate
 from pilotage.localization.scoring import (
     EmptyLevel,
@@ -22,6 +23,8 @@ from pilotage.localization.scoring import (
 
 __all__ = [
     "BASELINES",
+    "COMMON_NAMES",
+    "MIN_NAME",
     "Bm25",
     "EmptyLevel",
     "Function",
@@ -34,6 +37,7 @@ __all__ = [
     "gold_places",
     "locate",
     "locations_of",
+    "mentioned_names",
     "places_of",
     "score_locations",
     "submission_fault",

@@ -90,6 +90,10 @@ class ChatCompletionsProxy:
         self._sessions[_digest(key)] = Session(spec, self._policy)
         return SessionAccess(base_url=self.base_url, api_key=key, model=self.model_name)
 
+    def prolong(self, access: SessionAccess, seconds: float) -> None:
+        """See `SessionHost`."""
+        self._sessions[_digest(access.api_key)].prolong(seconds)
+
     async def close(self, access: SessionAccess) -> SessionRecord:
         """End a session: cancel what is running, forget the key, return what was recorded.
 

@@ -105,6 +105,10 @@ class Session:
         """Whether the key's time is over; what was recorded stays until the session is closed."""
         return time.monotonic() >= self._expires_at
 
+    def prolong(self, seconds: float) -> None:
+        """Put the end of the key's time off."""
+        self._expires_at += seconds
+
     def reader(self, path: str) -> Reader:
         """Return what reads the requests to one path; dialects spell a message differently."""
         return self._readers[path]

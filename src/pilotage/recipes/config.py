@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
 from pilotage.recipes.reference import changes
+from pilotage.rollouts.mcp_servers import McpServer
 from pilotage.rollouts.routes import Route
 from pilotage.trackers.names import TrackerName
 
@@ -61,7 +62,10 @@ class RolloutSettings(_Section):
     system_prompt_file: Path | None = None
     """Text file for the `openhands` agent; absent is two sentences."""
     skills: tuple[Path, ...] = ()
-    """Text files that follow the system prompt."""
+    """Directories with a SKILL.md, put into the environment and told to the agent; of `openhands`, also text
+    files that follow the system prompt."""
+    mcp_servers: dict[str, McpServer] = Field(default_factory=dict)
+    """Name to `{command, args}`, a program on this machine, or `{url}`; `openhands` gets their tools too."""
     environment: str = "host"
     """`host`, `module:Class`, or one of Harbor's environment types."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
@@ -83,7 +87,15 @@ class RolloutSettings(_Section):
     submission_floor: float | None = None
     """Reward of such rollouts; absent leaves them the verifier's."""
     concurrency: int = Field(default=8, ge=1)
-    """Rollouts that run at once."""
+    """Rollouts that run at once, whatever their phase."""
+    setup_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many set up environment and agent at once; absent is all."""
+    agent_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many agents run at once; absent is all."""
+    verifier_slots: int | None = Field(default=None, ge=1)
+    """Of these, how many verifiers run at once; absent is all."""
+    starts_per_s: float | None = Field(default=None, gt=0)
+    """Most trials that start in a second; absent is as many as there are."""
     workers: int = Field(default=2, ge=0)
     """Processes that run trials; 0 runs them in the driver."""
     trials_directory: Path | None = None

@@ -2,7 +2,7 @@
 
 It reads its context like any policy does, as token ids, and answers with token ids, so its rollouts go
 through the same proxy, renderer, agent, tools and verifier as those of a model. It knows no gold: it
-searches for some of the words that the issue quotes and hands in one of the hits, and it is right only part
+searches for some of the names that the issue mentions and hands in one of the hits, and it is right only part
 of the time. What to search for, which hit to take and how much of it to name is left open on purpose:
 those choices are what reinforcement learning has to make.
 """
@@ -13,13 +13,13 @@ import re
 
 import numpy as np
 
+from pilotage.datasets import issue_of
+from pilotage.localization import mentioned_names
 from pilotage.rendering import Markup, TemplateRenderer, TokenizerFile
 from pilotage.types import Completion, FinishReason, SamplingParams, TokenIds
 
-_QUOTED = re.compile(r"`([^`]+)`")
-
 QUERY_SIZES = {1: 0.45, 2: 0.2, 3: 0.35}
-"""How many quoted words a demonstration searches for, with probabilities."""
+"""How many mentioned names a demonstration searches for, with probabilities."""
 FIRST_HIT = 0.2
 """Probability of taking the first hit on purpose; otherwise any hit, all alike."""
 FILE_ONLY = 0.55
@@ -54,9 +54,9 @@ class DemonstrationSampler:
         """Return the next call: a search, or, once there are hits, a hand-in."""
         *_, last_role = re.findall(r"<\|im_start\|>(\w+)\n", context.removesuffix("<|im_start|>assistant\n"))
         if last_role != "tool":
-            words = _QUOTED.findall(context)
+            names = mentioned_names(issue_of(context))
             (size,) = rng.choices(list(QUERY_SIZES), list(QUERY_SIZES.values()))
-            return "code_search", {"query": " ".join(rng.sample(words, min(size, len(words))))}
+            return "code_search", {"query": " ".join(rng.sample(names, min(size, len(names))))}
         result = context.rpartition("<|im_start|>tool\n")[2].partition("<|im_end|>")[0]
         hits = result.splitlines()
         hit = hits[0] if rng.random() < FIRST_HIT else rng.choice(hits)

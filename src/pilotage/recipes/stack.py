@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pilotage.client import JobPlan, open_engine, resolve_connection
+from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
@@ -17,6 +18,7 @@ from pilotage.rollouts import (
     EnvironmentChoice,
     HarborRunner,
     RunnerSettings,
+    TrialLimits,
     check_settings,
 )
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
@@ -44,12 +46,26 @@ class Stack:
 
 
 def _agent(settings: RolloutSettings) -> AgentChoice:
+    directories = tuple(skill for skill in settings.skills if skill.is_dir())
+    texts = [str(skill) for skill in settings.skills if not skill.is_dir()]
     if settings.agent != "openhands":
-        return AgentChoice(name=settings.agent, options=settings.agent_options, route=settings.agent_route)
-    options: dict[str, Any] = {"tools": list(settings.tools), "skills": [str(p) for p in settings.skills]}
+        if texts:
+            raise ConfigError(f"skill {texts[0]} is no directory; only the agent openhands takes a text file")
+        if settings.mcp_servers:
+            raise ConfigError("rollouts.mcp_servers are for the agent openhands; configure another's itself")
+        return AgentChoice(
+            name=settings.agent,
+            options=settings.agent_options,
+            route=settings.agent_route,
+            skills=directories,
+        )
+    options: dict[str, Any] = {"tools": list(settings.tools), "skills": texts}
+    if settings.mcp_servers:
+        servers = settings.mcp_servers.items()
+        options["driver_mcp_servers"] = {name: server.model_dump() for name, server in servers}
     if settings.system_prompt_file is not None:
         options["system_prompt_file"] = str(settings.system_prompt_file)
-    return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route)
+    return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route, skills=directories)
 
 
 def _environment(settings: RolloutSettings) -> EnvironmentChoice:
@@ -77,6 +93,12 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
         expects_hand_in=settings.expects_hand_in,
         submission_floor=settings.submission_floor,
         concurrency=settings.concurrency,
+        limits=TrialLimits(
+            setup_slots=settings.setup_slots,
+            agent_slots=settings.agent_slots,
+            verifier_slots=settings.verifier_slots,
+            starts_per_s=settings.starts_per_s,
+        ),
         workers=settings.workers,
         keep_trials=settings.keep_trials,
     )

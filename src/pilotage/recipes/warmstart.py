@@ -9,6 +9,7 @@ Reinforcement learning is not part of this.
 import asyncio
 import itertools
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -20,11 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from pilotage.algorithms import to_samples
-from pilotage.datasets import load_tasks
+from pilotage.datasets import issue_of, load_tasks
 from pilotage.engine import LocalEngine, PolicyConfig, create_policy
 from pilotage.errors import ConfigError
+from pilotage.localization import mentioned_names
 from pilotage.recipes.config import Recipe
-from pilotage.recipes.demonstrations import DemonstrationSampler
+from pilotage.recipes.demonstrations import QUERY_SIZES, DemonstrationSampler
 from pilotage.recipes.stack import open_local, open_runner
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
 from pilotage.rendering import TokenizerFile, load_renderer
@@ -59,6 +61,9 @@ SHUFFLED = 0.9
 """Share of demonstrations whose words are shuffled."""
 COMMON = 0.4
 """A word of at least this share of the demonstrations belongs to the format, not to a task."""
+MAX_SEARCHES = 40
+"""Searches of one task that the vocabulary is made from. Tasks of one package share its tree, so what one
+leaves out another finds; a word that all leave out is spelled in bytes."""
 _COPY_RATE, _IMITATION_RATE = 1e-3, 2e-3
 _BETA2 = 0.98
 _LOSS = LossConfig(policy_loss=PolicyLoss.CROSS_ENTROPY, reduction=Reduction.TOKEN_MEAN)
@@ -75,23 +80,28 @@ type Report = Callable[[str], None]
 
 
 def _transcript_texts(tasks: Sequence[Task]) -> Iterator[str]:
-    """Yield what rollouts of `tasks` may read: each issue, and the hits of every choice of its words."""
+    """Yield what rollouts of `tasks` may read: each issue, and the hits of searches for names it mentions."""
     for task in tasks:
         issue = (task.path / "instruction.md").read_text(encoding="utf-8")
         yield issue
-        quoted = re.findall(r"`([^`]+)`", issue)
-        for size in range(1, len(quoted) + 1):
-            for words in itertools.combinations(quoted, size):
-                command = search_command(" ".join(words))
-                assert command is not None
-                done = subprocess.run(
-                    ["bash", "-c", command],
-                    cwd=task.path / "environment",
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-                yield search_result(done.stdout)
+        for names in _searches(task, mentioned_names(issue_of(issue))):
+            command = search_command(" ".join(names))
+            assert command is not None
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=task.path / "environment",
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            yield search_result(done.stdout)
+
+
+def _searches(task: Task, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the choices of names that a demonstration may search for; of many, some, by the task's id."""
+    sizes = range(1, max(QUERY_SIZES) + 1)
+    choices = [choice for size in sizes for choice in itertools.combinations(names, size)]
+    return choices if len(choices) <= MAX_SEARCHES else random.Random(task.id).sample(choices, MAX_SEARCHES)
 
 
 def build_tokenizer(recipe: Recipe, directory: Path) -> int:

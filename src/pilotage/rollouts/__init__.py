@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pilotage.rollouts.host_environment import HostEnvironment
+    from pilotage.rollouts.limits import TrialLimits
     from pilotage.rollouts.mini_swe_agent import MiniSweHarborAgent
     from pilotage.rollouts.openhands_agent import OpenHandsHarborAgent
     from pilotage.rollouts.register import SweepReport, sweep
@@ -29,6 +30,7 @@ __all__ = [
     "OpenHandsHarborAgent",
     "RunnerSettings",
     "SweepReport",
+    "TrialLimits",
     "check_settings",
     "read_reward",
     "sweep",
@@ -44,6 +46,7 @@ _HOMES = {
     "OpenHandsHarborAgent": "openhands_agent",
     "RunnerSettings": "runner",
     "SweepReport": "register",
+    "TrialLimits": "limits",
     "check_settings": "runner",
     "read_reward": "rewards",
     "sweep": "register",

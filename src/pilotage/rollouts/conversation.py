@@ -7,17 +7,23 @@ left to the proxy, retries few and quick.
 
 import asyncio
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, override
 
-from openhands.sdk import LLM, Agent, Conversation, LocalConversation
+from openhands.sdk import LLM, Agent, LocalConversation
 from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus
 from openhands.sdk.event import ActionEvent, Event, MessageEvent, ObservationEvent
 from openhands.sdk.event.conversation_error import ConversationErrorEvent
 from openhands.sdk.llm import TextContent
 from openhands.sdk.llm.exceptions import LLMContextWindowExceedError
+from openhands.sdk.mcp.client import MCPClient
+from openhands.sdk.mcp.config import MCPServer
+from openhands.sdk.mcp.utils import DefaultMCPToolProvider
 from pydantic import SecretStr
 
+from pilotage.rollouts.mcp_servers import McpServer
 from pilotage.rollouts.report import AgentFacts, EnvironmentLostError, StopReason
 from pilotage.rollouts.tools import ToolSession, close_session, open_session, tool_specs
 
@@ -32,6 +38,7 @@ class ConversationSettings:
     api_key: str
     model: str
     tools: tuple[str, ...]
+    mcp_servers: Mapping[str, McpServer]
     system_prompt: str
     max_turns: int
     request_timeout_s: float
@@ -58,6 +65,38 @@ def _llm(settings: ConversationSettings) -> LLM:
     )
 
 
+class _McpTools(DefaultMCPToolProvider):
+    """Notes a server that does not start; the SDK would go on without its tools."""
+
+    def __init__(self, session: ToolSession) -> None:
+        self._session = session
+
+    @override
+    def create_tools(
+        self, mcp_config: dict[str, MCPServer], timeout: float = 30.0, **hooks: Any
+    ) -> MCPClient:
+        try:
+            client = super().create_tools(mcp_config, timeout, **hooks)
+        except Exception as error:
+            raise self._failed(mcp_config, str(error.__cause__ or error)) from error
+        # Of several servers, those that start are enough for the SDK; their names come before their tools'.
+        prefixes = [f"{name}_" if len(mcp_config) > 1 else "" for name in mcp_config]
+        silent = [
+            name
+            for name, prefix in zip(mcp_config, prefixes, strict=True)
+            if not any(tool.name.startswith(prefix) for tool in client.tools)
+        ]
+        if silent:
+            client.sync_close()
+            raise self._failed(silent, "no tool came from it")
+        return client
+
+    def _failed(self, names: Iterable[str], reason: str) -> EnvironmentLostError:
+        failure = EnvironmentLostError(f"the MCP server {', '.join(names)} did not start: {reason}")
+        self._session.environment_failure = failure
+        return failure
+
+
 def _conversation(
     settings: ConversationSettings, session: ToolSession, session_key: str, workspace: str
 ) -> LocalConversation:
@@ -73,17 +112,23 @@ def _conversation(
         tools=tool_specs(settings.tools, session_key),
         system_prompt=settings.system_prompt,
         include_default_tools=[],
+        mcp_config={name: _mcp_server(server) for name, server in settings.mcp_servers.items()},
     )
-    conversation = Conversation(
+    conversation = LocalConversation(
         agent=agent,
         workspace=workspace,
         visualizer=None,
         conversation_id=uuid.UUID(session_key),
         max_iteration_per_run=settings.max_turns,
         callbacks=[end_early],
+        mcp_tool_provider=_McpTools(session),
         delete_on_close=False,
     )
     return conversation
+
+
+def _mcp_server(server: McpServer) -> MCPServer:
+    return MCPServer(command=server.command, args=list(server.args) or None, url=server.url)
 
 
 async def converse(
@@ -104,7 +149,7 @@ async def converse(
     try:
         conversation = _conversation(settings, session, session_key, workspace)
         try:
-            error = await _run_to_end(conversation, instruction)
+            error = await _run_to_end(conversation, session, instruction)
         finally:
             await asyncio.shield(asyncio.to_thread(conversation.close))
     finally:
@@ -116,8 +161,13 @@ async def converse(
     return _facts(conversation, session, error)
 
 
-async def _run_to_end(conversation: LocalConversation, instruction: str) -> ConversationRunError | None:
-    conversation.send_message(instruction)
+async def _run_to_end(
+    conversation: LocalConversation, session: ToolSession, instruction: str
+) -> ConversationRunError | None:
+    # MCP servers start here, for which the SDK waits; other trials of this loop must not.
+    await asyncio.to_thread(conversation.send_message, instruction)
+    if session.environment_failure is not None:
+        return None
     try:
         await conversation.arun()
     except ConversationRunError as error:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pilotage.rollouts.report import TrialReport
+from pilotage.rollouts.report import TrialPhase, TrialReport
 from pilotage.rollouts.trial import TrialSpec
 
 _LENGTH = struct.Struct(">Q")
@@ -43,7 +43,22 @@ class Done:
     report: TrialReport
 
 
-type Frame = Ready | Run | Cancel | Done
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter:
+    """A trial has given back its slot and wants one of a phase; None wants none."""
+
+    number: int
+    phase: TrialPhase | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """The trial has the slot that it asked for."""
+
+    number: int
+
+
+type Frame = Ready | Run | Cancel | Done | Enter | Entered
 
 
 class Frames:

@@ -13,12 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, override
 
+from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
 from harbor.models.agent.context import AgentContext
 from pydantic import Field, field_validator
 
 from pilotage.errors import ConfigError
 from pilotage.rollouts.driver_agent import DriverAgent, DriverAgentOptions
+from pilotage.rollouts.mcp_servers import McpServer
+from pilotage.rollouts.skills import read_skills
 from pilotage.rollouts.third_party import prepare
 
 _DEFAULT_SYSTEM_PROMPT = (
@@ -35,6 +38,9 @@ class OpenHandsOptions(DriverAgentOptions):
     )
     system_prompt_file: str | None = Field(default=None, description="Text file; default: two sentences.")
     skills: tuple[str, ...] = Field(default=(), description="Text files that follow the system prompt.")
+    driver_mcp_servers: dict[str, McpServer] = Field(
+        default_factory=dict, description="Name to {command, args} or {url}; the agent gets their tools too."
+    )
     max_output_chars: int = Field(default=10_000, ge=100, description="Of one tool call.")
 
     @field_validator("tools", "skills", mode="before")
@@ -49,6 +55,7 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
     """Runs one OpenHands conversation per trial."""
 
     options_model = OpenHandsOptions
+    capabilities = AgentCapabilities(base_url=True, skills=True)
 
     def __init__(self, logs_dir: Path, model_name: str | None = None, **options: Any) -> None:
         """See `DriverAgent`.
@@ -70,8 +77,12 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
-        """Import the SDK, which takes seconds the first time in a process."""
+        """Import the SDK, which takes seconds the first time in a process, and read the skills inside."""
         prepare()
+        if self.skills_dir is not None:
+            self._system_prompt = _joined(
+                [self._system_prompt, *await read_skills(environment, self.skills_dir)]
+            )
         # In a thread: other trials of this event loop have deadlines.
         await asyncio.to_thread(importlib.import_module, "pilotage.rollouts.conversation")
 
@@ -87,6 +98,7 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
             api_key=self._api_key,
             model=self.model_name or "openai/policy",
             tools=chosen.tools,
+            mcp_servers=chosen.driver_mcp_servers,
             system_prompt=self._system_prompt,
             max_turns=chosen.max_turns,
             request_timeout_s=chosen.request_timeout_s,
@@ -104,6 +116,10 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
 def _system_prompt(file: str | None, skills: Sequence[str]) -> str:
     parts = [_DEFAULT_SYSTEM_PROMPT if file is None else _text(file, "system_prompt_file")]
     parts += [_text(skill, "skills") for skill in skills]
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[str]) -> str:
     return "\n".join(part.strip("\n") for part in parts)
 
 

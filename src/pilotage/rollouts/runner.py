@@ -6,6 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,10 +14,12 @@ from typing import Self
 from pilotage.errors import ConfigError
 from pilotage.interfaces import SessionHost
 from pilotage.rollouts.environments import check_environment
+from pilotage.rollouts.limits import PoolSlots, StartLimit, TrialLimits
 from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
 from pilotage.rollouts.routes import Route, check_route
+from pilotage.rollouts.skills import check_skills
 from pilotage.rollouts.trial import (
     OUR_AGENTS,
     AgentChoice,
@@ -58,7 +61,9 @@ class RunnerSettings:
     submission_floor: float | None = None
     """Reward of those; None leaves them the verifier's."""
     concurrency: int = 8
-    """Rollouts that run at once; further ones wait."""
+    """Rollouts that run at once, whatever their phase; further ones wait."""
+    limits: TrialLimits = field(default_factory=TrialLimits)
+    """Of their phases, and of how fast they start."""
     workers: int = 2
     """Processes that run trials; 0 runs them in this one."""
     keep_trials: bool = False
@@ -66,12 +71,13 @@ class RunnerSettings:
 
 
 def check_settings(settings: RunnerSettings) -> None:
-    """Raise ConfigError where no rollout could run: the environment, or the agent's way to the proxy."""
+    """Raise ConfigError where no rollout could run: environment, skills, or the agent's way to the proxy."""
     agent, environment = settings.agent, settings.environment
     if agent.name not in OUR_AGENTS or agent.route is not Route.DRIVER:
         check_route(agent.name, agent.route)
     if environment.options.get("unsandboxed") and agent.route is Route.RELAY:
         raise ConfigError('an unsandboxed agent reaches the proxy itself: set agent_route = "address"')
+    check_skills(agent)
     check_environment(environment)
 
 
@@ -82,6 +88,8 @@ class HarborRunner:
         self._sessions = sessions
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.concurrency)
+        self._pools = settings.limits.pools()
+        self._starts = StartLimit(settings.limits.starts_per_s)
         self._workers = TrialWorkers(settings.workers) if settings.workers else None
 
     async def __aenter__(self) -> Self:
@@ -119,6 +127,7 @@ class HarborRunner:
 
     async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
         settings = self._settings
+        await self._starts.wait()
         access = self._sessions.open(
             SessionSpec(
                 rollout_id=request.id if attempt == 0 else f"{request.id}-retry-{attempt}",
@@ -136,7 +145,16 @@ class HarborRunner:
         return _rollout(request, attempt, report, record, settings)
 
     async def _run_trial(self, spec: TrialSpec) -> TrialReport:
-        return await (self._workers.run(spec) if self._workers is not None else run_trial(spec))
+        # The time that a trial waits for a slot is not the trial's, and its key must outlive it all the same.
+        slots = PoolSlots(self._pools, partial(self._sessions.prolong, spec.access))
+        try:
+            run = self._workers.run if self._workers is not None else run_trial
+            report = await run(spec, slots)
+        finally:
+            slots.release()
+        if slots.waited_s is not None:
+            report.timings_s["waiting"] = slots.waited_s
+        return report
 
     def _spec(self, request: RolloutRequest, attempt: int, access: SessionAccess) -> TrialSpec:
         settings = self._settings

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pilotage.errors import RewardError
+from pilotage.rollouts.limits import Slots
 from pilotage.rollouts.register import Holding, Register, current_process, remove_tree
 from pilotage.rollouts.report import AgentFacts, TrialFault, TrialPhase, TrialReport
 from pilotage.rollouts.rewards import read_reward
@@ -48,6 +49,8 @@ class AgentChoice:
     (the environment variable that holds the key) and, if it is ours, `max_turns`."""
     route: Route = Route.DRIVER
     """How it reaches the proxy."""
+    skills: tuple[Path, ...] = ()
+    """Directories with a SKILL.md, for agents that take skills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,47 @@ class TrialSpec:
         return self.trials_directory / self.name
 
 
-async def run_trial(spec: TrialSpec) -> TrialReport:
+class _Phases:
+    """Takes the slot of each phase as a trial comes to it, and stops the trial's clock while it waits."""
+
+    def __init__(self, slots: Slots | None, deadline: asyncio.Timeout) -> None:
+        self._slots = slots
+        self._deadline = deadline
+
+    async def enter(self, phase: TrialPhase) -> None:
+        if self._slots is None:
+            return
+        ends_at = self._deadline.when()
+        assert ends_at is not None
+        started = asyncio.get_running_loop().time()
+        self._deadline.reschedule(None)
+        await self._slots.enter(phase)
+        self._deadline.reschedule(ends_at + asyncio.get_running_loop().time() - started)
+
+    def follow(self, trial: "Trial") -> None:
+        """Enter and leave phases with the trial's events. Harbor's own deadlines are of what comes after."""
+        from harbor.trial.hooks import TrialEvent
+
+        async def agent(event: object) -> None:
+            await self.enter(TrialPhase.AGENT)
+
+        async def agent_is_done(event: object) -> None:
+            if self._slots is not None:
+                await self._slots.leave()
+
+        async def verifier(event: object) -> None:
+            await self.enter(TrialPhase.VERIFIER)
+
+        trial.add_hook(TrialEvent.AGENT_START, agent)
+        trial.add_hook(TrialEvent.AGENT_END, agent_is_done)
+        trial.add_hook(TrialEvent.VERIFICATION_START, verifier)
+
+
+async def run_trial(spec: TrialSpec, slots: Slots | None = None) -> TrialReport:
     """Run the trial and report what happened.
+
+    Args:
+        slots: of the phases; None, and nothing waits. What is held at the end is the giver's to take back.
 
     Raises:
         asyncio.CancelledError: as usual, after the environment was stopped.
@@ -103,7 +145,7 @@ async def run_trial(spec: TrialSpec) -> TrialReport:
     holding = Holding(id=f"trial-{spec.name}", owner=current_process(), tree=str(spec.directory.absolute()))
     register.write(holding)
     try:
-        report = await _attributed(spec)
+        report = await _attributed(spec, slots)
     finally:
         # A thread of its own, so that a second cancellation, of a worker that closes, cannot part the two.
         await asyncio.shield(asyncio.to_thread(_let_go, register, holding, keep=spec.keep_directory))
@@ -117,13 +159,15 @@ def _let_go(register: Register, holding: Holding, *, keep: bool) -> None:
     register.remove(holding.id)
 
 
-async def _attributed(spec: TrialSpec) -> TrialReport:
+async def _attributed(spec: TrialSpec, slots: Slots | None) -> TrialReport:
     """The boundary: whatever escapes from Harbor becomes a fault of the trial."""
     key_variable = f"PILOTAGE_KEY_{spec.name}"
     os.environ[key_variable] = spec.access.api_key  # by name: Harbor writes an agent's options to disk
     try:
-        async with asyncio.timeout(spec.deadlines.trial_s):
-            return _report(await _run_harbor(spec, key_variable), spec)
+        async with asyncio.timeout(spec.deadlines.trial_s) as deadline:
+            phases = _Phases(slots, deadline)
+            await phases.enter(TrialPhase.ENVIRONMENT)
+            return _report(await _run_harbor(spec, key_variable, phases), spec)
     except TimeoutError:
         message = f"the trial took longer than {spec.deadlines.trial_s:g} s in all"
         return _faulty(TrialPhase.ENVIRONMENT, "TrialTimeoutError", message)
@@ -137,11 +181,12 @@ def _faulty(phase: TrialPhase, kind: str, message: str, trace: str = "") -> Tria
     return TrialReport(fault=TrialFault(phase=phase, kind=kind, message=message, traceback=trace))
 
 
-async def _run_harbor(spec: TrialSpec, key_variable: str) -> "TrialResult":
+async def _run_harbor(spec: TrialSpec, key_variable: str, phases: _Phases) -> "TrialResult":
     prepare()
     from harbor.trial.trial import Trial
 
     trial = await Trial.create(_trial_config(spec, key_variable))
+    phases.follow(trial)
     if spec.agent.route is Route.DRIVER:
         return await trial.run()
     async with contextlib.AsyncExitStack() as stack:
@@ -202,6 +247,7 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
     from harbor.models.trial.config import AgentConfig
 
     model = f"openai/{spec.access.model}"
+    skills: list[str | Path] = [skill.absolute() for skill in spec.agent.skills]
     if ":" in spec.agent.name:
         endpoint = {"base_url": _base_url(spec), "api_key_variable": key_variable}
         budget = {"max_turns": spec.max_turns} if spec.agent.name in OUR_AGENTS else {}
@@ -210,11 +256,13 @@ def _agent_config(spec: TrialSpec, key_variable: str) -> "AgentConfig":
             model_name=model,
             override_timeout_sec=spec.deadlines.agent_s,
             kwargs={**endpoint, **budget, **spec.agent.options},
+            skills=skills,
         )
     config = AgentConfig(
         name=spec.agent.name,
         override_timeout_sec=spec.deadlines.agent_s,
         kwargs=dict(spec.agent.options),
+        skills=skills,
     )
     connection = AgentFactory.get_agent_class_from_config(config).MODEL_CONNECTION
     if connection is None:

@@ -14,8 +14,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from pilotage.processes import end_with_parent
-from pilotage.rollouts.frames import Cancel, Done, Frames, Ready, Run
-from pilotage.rollouts.report import TrialReport
+from pilotage.rollouts.frames import Cancel, Done, Enter, Entered, Frames, Ready, Run
+from pilotage.rollouts.report import TrialPhase, TrialReport
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import run_trial
 
@@ -30,24 +30,51 @@ _PRELOADED = (
 _SHUTDOWN_S = 10.0
 
 
+class _DriverSlots:
+    """A trial's slots, which the driver gives out for all workers."""
+
+    def __init__(self, frames: Frames, number: int) -> None:
+        self._frames = frames
+        self._number = number
+        self._entered = asyncio.Event()
+
+    async def enter(self, phase: TrialPhase) -> None:
+        """See `Slots`."""
+        self._entered.clear()
+        await self._frames.send(Enter(number=self._number, phase=phase))
+        await self._entered.wait()
+
+    async def leave(self) -> None:
+        """See `Slots`."""
+        await self._frames.send(Enter(number=self._number, phase=None))
+
+    def on_entered(self) -> None:
+        """Let the trial go on."""
+        self._entered.set()
+
+
 async def _work(frames: Frames) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(_MAX_TOOL_THREADS, thread_name_prefix="tool"))
     running: dict[int, asyncio.Task[None]] = {}
+    slots: dict[int, _DriverSlots] = {}
 
     async def run(order: Run) -> None:
+        slots[order.number] = _DriverSlots(frames, order.number)
         try:
-            report = await run_trial(order.spec)
+            report = await run_trial(order.spec, slots[order.number])
         except asyncio.CancelledError:
             report = TrialReport(is_cancelled=True)
         finally:
-            del running[order.number]
+            del running[order.number], slots[order.number]
         await frames.send(Done(number=order.number, report=report))
 
     await frames.send(Ready())
     async for frame in frames:
         if isinstance(frame, Run):
             running[frame.number] = asyncio.create_task(run(frame))
+        elif isinstance(frame, Entered) and (waiting := slots.get(frame.number)) is not None:
+            waiting.on_entered()
         elif isinstance(frame, Cancel) and (task := running.get(frame.number)) is not None:
             task.cancel()
     for task in running.values():

@@ -9,6 +9,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,17 @@ def test_a_finished_run_runs_nothing_again(index: Path, out: Path) -> None:
     assert make(factory(index, out), notes).num_tasks == NUM_TASKS
     assert (out / ".factory" / "toybox==1.0.jsonl").read_bytes() == before
     assert notes.counts == {"toybox==1.0": (NUM_TASKS, NUM_TASKS)}
+
+
+def test_a_bare_issue_is_the_issue_that_a_general_agent_is_told(
+    index: Path, out: Path, tmp_path: Path
+) -> None:
+    make(replace(factory(index, tmp_path / "bare"), bare_issue=True))
+    for framed in out.glob("*/instruction.md"):
+        text, bare = framed.read_text(), (tmp_path / "bare" / framed.parent.name / framed.name).read_text()
+        assert issue_of(text) == bare.strip()
+        assert "localization_finish" in text
+        assert "localization_finish" not in bare
 
 
 def test_another_seed_gives_other_bugs(index: Path, out: Path, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class Factory:
     index_url: str
     cache: Path
     """Of sdists."""
+    bare_issue: bool = False
+    """Whether the instruction is the issue alone, for a policy that is told by its prompt how to hand in."""
 
     def __post_init__(self) -> None:
         """Check everything that can be checked before anything is fetched.
@@ -139,10 +141,11 @@ def _claim(factory: Factory, state: Path) -> None:
         "packages": sorted(factory.packages),
         "tasks": factory.num_tasks,
         "seed": factory.seed,
+        "bare_issue": factory.bare_issue,
     }
     if settings.is_file():
         found = orjson.loads(settings.read_bytes())
-        different = [key for key in wanted if found.get(key) != wanted[key]]
+        different = [key for key in wanted if found.get(key, False) != wanted[key]]
         if different:
             raise ConfigError(
                 f"{factory.out} was made with other arguments ({', '.join(different)}); choose another --out"
@@ -251,7 +254,9 @@ def _write(factory: Factory, shop: Workshop, number: int, bugs: PackageBugs) -> 
     name = f"{shop.sdist.name}-{number:04d}"
     bug = bugs.bugs[number]
     if not (factory.out / name).exists():
-        task = task_of(name, bug, shop.sdist, shop.bench.layout, seed=factory.seed)
+        task = task_of(
+            name, bug, shop.sdist, shop.bench.layout, seed=factory.seed, bare_issue=factory.bare_issue
+        )
         write_localization_task(factory.out / name, task)
     return orjson.dumps(record_of(name, bug, shop.sdist, seed=factory.seed))
 

@@ -35,14 +35,16 @@ def _diff(path: str, clean: Sequence[str], buggy: Sequence[str]) -> Iterator[str
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-def task_of(name: str, bug: ProvenBug, sdist: Sdist, layout: Layout, *, seed: int) -> LocalizationTask:
+def task_of(
+    name: str, bug: ProvenBug, sdist: Sdist, layout: Layout, *, seed: int, bare_issue: bool = False
+) -> LocalizationTask:
     """Return the localization task of a bug; see `trees` for what its agent sees."""
     text = issue_text(bug.told)
     leaked = leaks(text, bug.gold)
     return LocalizationTask(
         name=name,
         description=f"Find the place of a bug in {sdist.name}",
-        instruction=localization_instruction(text),
+        instruction=text if bare_issue else localization_instruction(text),
         tree={path: bug.changed.get(path, sdist.files[path]) for path in layout.visible},
         gold=bug.gold,
         empty="match",
