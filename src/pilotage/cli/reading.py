@@ -13,7 +13,7 @@ from pilotage.loops.run_directory import RunDirectory
 async def show(arguments: argparse.Namespace) -> int:
     """Print a run, or one of its rollouts."""
     from pilotage.loops import read_rollout
-    from pilotage.ops import format_rollout, format_run
+    from pilotage.ops.show import format_rollout, format_run
     from pilotage.rendering import load_renderer
 
     run = open_run(arguments.run)
@@ -55,7 +55,7 @@ async def view(arguments: argparse.Namespace) -> int:
 
 async def report(arguments: argparse.Namespace) -> int:
     """Print a run's report, or several side by side, and write the graph."""
-    from pilotage.ops import write_reward_graph
+    from pilotage.ops.graph import write_reward_graph
 
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")
@@ -74,14 +74,14 @@ async def report(arguments: argparse.Namespace) -> int:
 
 
 def _comparison(records: Mapping[str, Sequence[Mapping[str, float]]], window: int) -> str:
-    from pilotage.ops import format_comparison
+    from pilotage.ops.report import format_comparison
 
     return format_comparison(records, window=window)
 
 
 def _whole(run: RunDirectory, window: int) -> str:
-    from pilotage.ops import format_report
     from pilotage.ops.alarms import find_alarms, format_alarms
+    from pilotage.ops.report import format_report
     from pilotage.ops.status import format_status, read_status
     from pilotage.recipes.reference import describe_recipe
 

@@ -66,7 +66,7 @@ async def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe into a run directory."""
     from pilotage.cli.progress import TerminalObserver
     from pilotage.loops import RunDirectory, SynchronousLoop
-    from pilotage.ops import write_reward_graph
+    from pilotage.ops.graph import write_reward_graph
     from pilotage.recipes.stack import open_stack
     from pilotage.trackers import TrackerName, open_trackers
 
@@ -200,7 +200,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
 async def rollout(arguments: argparse.Namespace) -> int:
     """Run one trial of one task; exit code 0 if it has a reward."""
     from pilotage.datasets import load_tasks
-    from pilotage.ops import format_rollout
+    from pilotage.ops.show import format_rollout
     from pilotage.rollouts.task_validation import check_tasks
     from pilotage.types import RolloutRequest
 

@@ -4,12 +4,13 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pilotage.client import JobPlan, open_engine, resolve_connection
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
+from pilotage.recipes.embedded import open_local
 from pilotage.rendering import TemplateRenderer, load_renderer
 from pilotage.rollouts import (
     AgentChoice,
@@ -29,9 +30,6 @@ from pilotage.wire.jobs import (
     SubJobBody,
     TrainingConfig,
 )
-
-if TYPE_CHECKING:
-    from pilotage.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +86,6 @@ def check_stack(recipe: Recipe) -> None:
     check_settings(runner_settings(recipe.rollouts, Path()))
     if recipe.backend == "cortex":
         resolve_connection()
-
-
-async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":
-    """Open the local engine on `model` with the recipe's sizes."""
-    from pilotage.engine import LocalEngine  # imports torch, which a driver of a service does without
-
-    policy = recipe.policy
-    return await LocalEngine.open(
-        model,
-        max_context_tokens=policy.max_context_tokens,
-        max_batch=policy.max_batch,
-        stop_token_ids=renderer.stop_token_ids,
-        trainer_threads=policy.trainer_threads,
-        micro_batch_tokens=policy.micro_batch_tokens,
-    )
 
 
 def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | None) -> JobPlan:
