@@ -26,6 +26,7 @@ from pilotage.ops.view.drift import drift_of
 from pilotage.ops.view.fates import fate_of
 from pilotage.ops.view.index import Index
 from pilotage.ops.view.library import Library, TrainingRules
+from pilotage.ops.view.workers import Workers
 from pilotage.rendering import load_renderer
 from pilotage.types import OUTCOME_RULES, BranchCause, Message, Role, Rollout, TokenIds
 
@@ -44,15 +45,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def viewing(root: Path, cache: Path) -> AsyncGenerator[Viewer]:
-    with ThreadPoolExecutor(1) as workers:
-        index = Index(cache=cache, workers=workers)
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(index.follow())
-            await asyncio.sleep(0)
-            try:
-                yield Viewer(Library(root), index)
-            finally:
-                reading.cancel()
+    workers = Workers(lambda: ThreadPoolExecutor(1))
+    index = Index(cache=cache, workers=workers)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(index.follow())
+        await asyncio.sleep(0)
+        try:
+            yield Viewer(Library(root), index)
+        finally:
+            reading.cancel()
+            workers.close()
 
 
 async def get(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pilotage.algorithms import build_batch
+from pilotage.loops.summaries import Summary
 from pilotage.ops.report import Record, totals, training_steps
 from pilotage.ops.view.charts import Chart, Span, chart, series, sparkline, waterfall
 from pilotage.ops.view.library import Run, RunState, TrainingRules, step_of
-from pilotage.ops.view.summaries import Summary
 
 _WIDE, _NARROW = (960.0, 260.0), (360.0, 220.0)
 _SMALL = (300.0, 150.0)
