@@ -265,7 +265,7 @@ def _is_rollout(entry: os.DirEntry[str]) -> bool:
 
 
 def find_rollout(run: Run, wanted: str) -> Path | None:
-    """Return the file of a rollout by its id, or None; what was asked for never becomes a path."""
-    return next(
-        (path for name in run.folders() for path in run.files(name) if rollout_id(path) == wanted), None
-    )
+    """Return the file of a rollout by its id, or None; what was asked for becomes a path only where it is listed."""
+    file = f"{wanted}.json.gz"
+    folders = (run.path / "rollouts" / name for name in run.folders())
+    return next((folder / file for folder in folders if file in os.listdir(folder)), None)
