@@ -108,11 +108,24 @@ def _anchors(path: Path) -> dict[str, float]:
 
 
 async def export(arguments: argparse.Namespace) -> int:
-    """Write a run's samples as parquet."""
-    from pilotage.ops.export import write_samples
+    """Write a run's samples or rollouts for other programs."""
+    from pilotage.ops.export import write_atif, write_details, write_fine_tuning, write_samples
 
-    run = open_run(arguments.run)
-    print(f"wrote {write_samples(run, arguments.out)} samples to {arguments.out}")
+    run, out, least = open_run(arguments.run), arguments.out, arguments.min_reward
+    if arguments.format == "samples" and least is not None:
+        raise ConfigError(
+            "--min-reward goes with --format sft, atif or details: samples are all that was trained"
+        )
+    if arguments.format == "sft" and least is None:
+        raise ConfigError("--format sft needs --min-reward R: which rollouts are good enough to imitate")
+    if arguments.format == "samples":
+        written = f"{write_samples(run, out)} samples"
+    elif arguments.format == "sft":
+        written = f"{write_fine_tuning(run, out, min_reward=least)} rows"
+    else:
+        write = write_atif if arguments.format == "atif" else write_details
+        written = f"{write(run, out, min_reward=least)} rollouts"
+    print(f"wrote {written} to {out}")
     return 0
 
 

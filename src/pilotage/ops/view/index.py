@@ -265,7 +265,7 @@ def _is_rollout(entry: os.DirEntry[str]) -> bool:
 
 
 def find_rollout(run: Run, wanted: str) -> Path | None:
-    """Return the file of a rollout by its id, or None; what was asked for becomes a path only where it is listed."""
+    """Return the file of a rollout by its id, or None; only what is listed becomes a path."""
     file = f"{wanted}.json.gz"
     folders = (run.path / "rollouts" / name for name in run.folders())
     return next((folder / file for folder in folders if file in os.listdir(folder)), None)
