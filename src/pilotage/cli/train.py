@@ -64,14 +64,19 @@ def plan(arguments: argparse.Namespace) -> Plan:
 
 async def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe into a run directory."""
+    from prometheus_client import CollectorRegistry
+
     from pilotage.cli.progress import TerminalObserver
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops.graph import write_reward_graph
     from pilotage.recipes.stack import open_stack
     from pilotage.trackers import TrackerName, open_trackers
+    from pilotage.trackers.prometheus import NewestRecord, serve_metrics
 
     planned = plan(arguments)
     recipe, path = planned.recipe, planned.path
+    registry, newest = CollectorRegistry(), NewestRecord(path.name)
+    registry.register(newest)
     observer = TerminalObserver(
         num_steps=recipe.loop.num_steps, prints_records=TrackerName.CONSOLE in recipe.logger
     )
@@ -79,6 +84,7 @@ async def train(arguments: argparse.Namespace) -> int:
         RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run,
         observer,
         open_trackers(recipe.logger, _tracked(run, recipe), partial(_tracker_failed, run)) as sinks,
+        serve_metrics(registry, recipe.metrics_port) if recipe.metrics_port else contextlib.nullcontext(),
     ):
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
         for line in describe_recipe(recipe.resolved()):
@@ -92,6 +98,7 @@ async def train(arguments: argparse.Namespace) -> int:
                 model=recipe.policy.model,
                 trials_directory=recipe.rollouts.trials_directory or path / "trials",
                 run_directory=path,
+                registry=registry,
             ) as stack,
         ):
             loop = SynchronousLoop(
@@ -102,7 +109,7 @@ async def train(arguments: argparse.Namespace) -> int:
                 held_out_tasks=planned.held_out_tasks,
                 settings=recipe.loop,
                 observer=observer,
-                sinks=sinks,
+                sinks=[*sinks, newest],
             )
             await loop.run()
         write_reward_graph(path / "reward_graph.svg", {path.name: run.metrics()}, window=5)

@@ -23,7 +23,7 @@ from pilotage.loops.summaries import append_summary
 from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Rollout
 
-FREE_KEYS = frozenset({"logger"})
+FREE_KEYS = frozenset({"logger", "metrics_port"})
 """May differ when a run is resumed: they decide who watches, not what is learnt."""
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from pilotage.client import JobPlan, open_engine, resolve_connection
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
@@ -157,10 +159,21 @@ async def open_backend(
 
 @contextlib.asynccontextmanager
 async def open_runner(
-    recipe: Recipe, sampler: Sampler, renderer: TemplateRenderer, trials_directory: Path
+    recipe: Recipe,
+    sampler: Sampler,
+    renderer: TemplateRenderer,
+    trials_directory: Path,
+    *,
+    registry: CollectorRegistry | None = None,
 ) -> AsyncGenerator[HarborRunner]:
-    """Serve a proxy in front of `sampler` and run rollouts against it while the context is open."""
+    """Serve a proxy in front of `sampler` and run rollouts against it while the context is open.
+
+    Args:
+        registry: gets what the proxy measures.
+    """
     proxy = ChatCompletionsProxy(sampler, renderer)
+    if registry is not None:
+        registry.register(proxy.measures)
     settings = runner_settings(recipe.rollouts, trials_directory)
     async with serve(proxy), HarborRunner(sessions=proxy, settings=settings) as runner:
         yield runner
@@ -168,9 +181,17 @@ async def open_runner(
 
 @contextlib.asynccontextmanager
 async def open_stack(
-    recipe: Recipe, *, model: Path, trials_directory: Path, run_directory: Path | None = None
+    recipe: Recipe,
+    *,
+    model: Path,
+    trials_directory: Path,
+    run_directory: Path | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> AsyncGenerator[Stack]:
     """Open engine, proxy and runner for a recipe; all of it is gone when the context ends.
+
+    Args:
+        registry: gets what the proxy measures.
 
     Raises:
         ConfigError: the model, its template, the sandbox or the service's connection cannot be used.
@@ -179,6 +200,6 @@ async def open_stack(
     renderer = load_renderer(recipe.policy.model, enable_thinking=recipe.policy.enable_thinking)
     async with (
         open_backend(recipe, model, renderer, run_directory) as engine,
-        open_runner(recipe, engine, renderer, trials_directory) as runner,
+        open_runner(recipe, engine, renderer, trials_directory, registry=registry) as runner,
     ):
         yield Stack(engine=engine, renderer=renderer, runner=runner)
