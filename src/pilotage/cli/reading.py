@@ -116,11 +116,11 @@ async def export(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--min-reward goes with --format sft, atif or details: samples are all that was trained"
         )
-    if arguments.format == "sft" and least is None:
-        raise ConfigError("--format sft needs --min-reward R: which rollouts are good enough to imitate")
     if arguments.format == "samples":
         written = f"{write_samples(run, out)} samples"
     elif arguments.format == "sft":
+        if least is None:
+            raise ConfigError("--format sft needs --min-reward R: which rollouts are good enough to imitate")
         written = f"{write_fine_tuning(run, out, min_reward=least)} rows"
     else:
         write = write_atif if arguments.format == "atif" else write_details

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -20,9 +20,6 @@ from pilotage.loops import LoopSettings, RunDirectory, read_rollout
 from pilotage.ops.formats import atif_trajectory, fine_tuning_rows, rollout_details
 from pilotage.rendering import TemplateRenderer, load_renderer
 from pilotage.types import Rollout, Sample
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 def trained_rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
@@ -117,7 +114,7 @@ def write_fine_tuning(run: RunDirectory, path: Path, *, min_reward: float) -> in
     return num_rows
 
 
-def _write_parquet(path: Path, schema: "pa.Schema", tables: Iterable[list[dict[str, Any]]]) -> int:
+def _write_parquet(path: Path, schema: Any, tables: Iterable[list[dict[str, Any]]]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
