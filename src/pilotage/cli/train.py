@@ -69,6 +69,7 @@ async def train(arguments: argparse.Namespace) -> int:
     from pilotage.cli.progress import TerminalObserver
     from pilotage.loops import RunDirectory, SynchronousLoop
     from pilotage.ops.graph import write_reward_graph
+    from pilotage.ops.traces import traced
     from pilotage.recipes.stack import open_stack
     from pilotage.trackers import TrackerName, open_trackers
     from pilotage.trackers.prometheus import NewestRecord, serve_metrics
@@ -83,6 +84,7 @@ async def train(arguments: argparse.Namespace) -> int:
     with (
         RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run,
         observer,
+        traced(observer, run=path.name) as watcher,
         open_trackers(recipe.logger, _tracked(run, recipe), partial(_tracker_failed, run)) as sinks,
         serve_metrics(registry, recipe.metrics_port) if recipe.metrics_port else contextlib.nullcontext(),
     ):
@@ -108,7 +110,7 @@ async def train(arguments: argparse.Namespace) -> int:
                 train_tasks=planned.train_tasks,
                 held_out_tasks=planned.held_out_tasks,
                 settings=recipe.loop,
-                observer=observer,
+                observer=watcher,
                 sinks=[*sinks, newest],
             )
             await loop.run()
