@@ -61,6 +61,7 @@ def test_spans_nest_as_the_run_does_and_last_as_long_as_was_measured() -> None:
     parents = [(phase, step), (train, step), (attempt, phase), (agent, attempt), (call, attempt)]
     for child, parent in parents:
         assert child.parent is not None
+        assert parent.context is not None
         assert child.parent.span_id == parent.context.span_id
     assert step.parent is None
     assert (seconds(attempt), seconds(agent), seconds(call)) == pytest.approx((4.0, 2.0, 1.5))
