@@ -22,7 +22,6 @@ import tomli_w
 
 from pilotage.files import append_line
 from pilotage.loops import RunDirectory
-from pilotage.loops.rollout_files import write_rollout
 from pilotage.ops.view.library import Library
 from pilotage.ops.view.serving import open_viewer
 from pilotage.rendering import load_renderer
@@ -50,7 +49,7 @@ def make_run(
 ) -> None:
     """Write a run: real ids of the demo's tokenizer, made-up words, every outcome now and then."""
     rng = np.random.default_rng(0)
-    path.mkdir(parents=True)
+    (path / "errors").mkdir(parents=True)
     loop = {"num_steps": steps, "tasks_per_step": groups, "group_size": group_size}
     config = {"name": path.name, "backend": "local", "policy": {"model": str(policy)}, "loop": loop}
     (path / "config.toml").write_text(tomli_w.dumps(config))
@@ -59,8 +58,6 @@ def make_run(
     templates = [_turns(rng, policy, tokens) for _ in range(4)]
     start = time.time() - 600 * steps
     for step in range(1, steps + 1):
-        folder = path / "rollouts" / f"step-{step:04d}"
-        folder.mkdir(parents=True)
         rewards: list[float] = []
         for group in range(groups):
             for index in range(group_size):
@@ -68,7 +65,7 @@ def make_run(
                 rollout = _rollout(rng, step, group, index, turns, start + 600 * step)
                 if rollout.reward is not None:
                     rewards.append(rollout.reward.value)
-                write_rollout(folder / f"{rollout.id}.json.gz", rollout)
+                run.add_rollout(f"step-{step:04d}", rollout)
         append_line(path / "metrics.jsonl", _record(rng, step, rewards, groups, tokens))
     run.event("finished", step=steps)
 
@@ -100,6 +97,7 @@ def _turns(rng: np.random.Generator, policy: Path, tokens: int) -> tuple[Turn, .
                 weights_versions=np.zeros(completion.size, np.int32),
                 finish_reason=FinishReason.STOP,
                 sampling=SamplingParams(),
+                called_tools=("code_search",),
                 started_at=0.0,
                 finished_at=1.0,
             )

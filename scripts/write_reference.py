@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 from pilotage.loops import LoopSettings
 from pilotage.ops.alarms import GUIDES
-from pilotage.ops.doctor import FindingName
+from pilotage.ops.doctor.findings import FindingName
 from pilotage.recipes import Recipe
 from pilotage.rollouts.outcomes import ADVICE
 from pilotage.types import OUTCOME_RULES

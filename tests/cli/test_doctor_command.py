@@ -18,7 +18,7 @@ import uvicorn
 from tests.service.rig import PREFIX, job_body, rig
 
 from pilotage.cli.commands import run
-from pilotage.ops.doctor import FindingName
+from pilotage.ops.doctor.findings import FindingName
 from pilotage.rollouts.register import default_directory
 
 ROOT = Path(__file__).resolve().parents[2]

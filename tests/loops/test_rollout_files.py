@@ -46,6 +46,7 @@ def turns(draw: st.DrawFn, index: int) -> Turn:
         ),
         is_delivered=draw(st.booleans()),
         malformed_calls=draw(st.integers(0, 3)),
+        called_tools=draw(st.none() | st.lists(WORDS, max_size=2).map(tuple)),
         started_at=draw(SECONDS),
         finished_at=draw(SECONDS),
     )

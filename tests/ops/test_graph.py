@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.ops.records import make_evaluation, make_record
 
-from pilotage.ops import write_reward_graph
+from pilotage.ops.graph import write_reward_graph
 from pilotage.ops.report import Record
 
 SVG = "{http://www.w3.org/2000/svg}"

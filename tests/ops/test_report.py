@@ -7,8 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.records import make_evaluation, make_record
 
-from pilotage.ops import format_report
-from pilotage.ops.report import RiseShares, WindowMean, rise_shares, totals, training_steps, window_means
+from pilotage.ops.report import (
+    RiseShares,
+    WindowMean,
+    format_report,
+    rise_shares,
+    totals,
+    training_steps,
+    window_means,
+)
 
 RUN = [
     {**make_evaluation(0, 0.5), "eval/reward_ci95": 0.125},

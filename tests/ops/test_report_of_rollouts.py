@@ -10,7 +10,7 @@ from tests.loops.rig import Rig
 
 from pilotage.loops import LoopSettings, RunDirectory, read_rollout
 from pilotage.loops.synchronous import train_requests
-from pilotage.ops import format_comparison, format_report
+from pilotage.ops.report import format_comparison, format_report
 from pilotage.types import Outcome, Rollout, Task
 
 SETTINGS = LoopSettings(num_steps=20, tasks_per_step=3, group_size=4, checkpoint_every_steps=100)

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.algorithms.strategies import make_rollout, make_turn
 from tests.ops.records import make_evaluation, make_record
 
-from pilotage.ops import format_rollout, format_run
+from pilotage.ops.show import format_rollout, format_run
 from pilotage.types import BranchCause, Outcome, Reward, RolloutFailure, TokenIds
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import html
+import json
 import shutil
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -20,12 +22,14 @@ from tests.algorithms.strategies import make_rollout, make_turn, steps
 from pilotage.algorithms import build_batch
 from pilotage.errors import ConfigError
 from pilotage.loops.rollout_files import write_rollout
+from pilotage.ops.alarms import GUIDES, AlarmName
 from pilotage.ops.view import export
 from pilotage.ops.view.app import Viewer
 from pilotage.ops.view.drift import drift_of
 from pilotage.ops.view.fates import fate_of
 from pilotage.ops.view.index import Index
 from pilotage.ops.view.library import Library, TrainingRules
+from pilotage.ops.view.workers import Workers
 from pilotage.rendering import load_renderer
 from pilotage.types import OUTCOME_RULES, BranchCause, Message, Role, Rollout, TokenIds
 
@@ -44,15 +48,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def viewing(root: Path, cache: Path) -> AsyncGenerator[Viewer]:
-    with ThreadPoolExecutor(1) as workers:
-        index = Index(cache=cache, workers=workers)
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(index.follow())
-            await asyncio.sleep(0)
-            try:
-                yield Viewer(Library(root), index)
-            finally:
-                reading.cancel()
+    workers = Workers(lambda: ThreadPoolExecutor(1))
+    index = Index(cache=cache, workers=workers)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(index.follow())
+        await asyncio.sleep(0)
+        try:
+            yield Viewer(Library(root), index)
+        finally:
+            reading.cancel()
+            workers.close()
 
 
 async def get(
@@ -169,6 +174,19 @@ async def test_filters_and_text_search_narrow_a_list_and_say_what_was_searched(
     assert "<mark>header</mark>" in found.text
     none = await get(runs, tmp_path, "/runs/small/rollouts?folder=step-0001&lowest=99")
     assert "0 rollouts" in none.text
+
+
+async def test_an_alarm_is_on_the_page_of_its_run_and_in_the_list_with_what_to_check(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "flat"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("")
+    records = [{"step": step, "reward/mean": 0.0, "reward/count": 8} for step in range(1, 21)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = (await get(tmp_path / "runs", tmp_path / "cache", "/runs/flat")).text
+    assert "rewards_zero" in page
+    assert html.escape(GUIDES[AlarmName.REWARDS_ZERO].causes[0]) in page
+    assert GUIDES[AlarmName.REWARDS_ZERO].check in page
+    assert "rewards_zero" in (await get(tmp_path / "runs", tmp_path / "cache", "/")).text
 
 
 async def test_an_index_outlives_the_server_and_nothing_is_written_into_a_run(

@@ -278,10 +278,7 @@ def _add_reading(commands: _Commands) -> None:
     )
     report.set_defaults(command=("reading", "report"))
 
-    export = commands.add_parser("export", help="write what a run trained on as parquet, a row a sample")
-    export.add_argument("run", type=Path, metavar="RUN")
-    export.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="new file")
-    export.set_defaults(command=("reading", "export"))
+    _add_export(commands)
 
     baseline = commands.add_parser("baseline", help="score search without a model on localization tasks")
     baseline.add_argument("tasks", type=Path, nargs="+", metavar="TASKS", help="directories of tasks")
@@ -305,6 +302,25 @@ def _add_reading(commands: _Commands) -> None:
 
     sweep = commands.add_parser("sweep", help="remove what killed runs left on this machine")
     sweep.set_defaults(command=("reading", "sweep"))
+
+
+def _add_export(commands: _Commands) -> None:
+    export = commands.add_parser(
+        "export", help="write what a run trained on, or its rollouts, for other programs"
+    )
+    export.add_argument("run", type=Path, metavar="RUN")
+    export.add_argument(
+        "--format",
+        choices=["samples", "sft", "atif", "details"],
+        default="samples",
+        help="samples as trained, or good rollouts for fine-tuning (parquet); Harbor's trajectories (a"
+        " directory) or rollout details (JSON lines)",
+    )
+    export.add_argument("--out", type=Path, required=True, metavar="PATH", help="new file or directory")
+    export.add_argument(
+        "--min-reward", type=float, metavar="R", help="only rollouts with at least this; sft needs it"
+    )
+    export.set_defaults(command=("reading", "export"))
 
 
 def _add_service(commands: _Commands) -> None:

@@ -13,7 +13,7 @@ from pilotage.loops.run_directory import RunDirectory
 async def show(arguments: argparse.Namespace) -> int:
     """Print a run, or one of its rollouts."""
     from pilotage.loops import read_rollout
-    from pilotage.ops import format_rollout, format_run
+    from pilotage.ops.show import format_rollout, format_run
     from pilotage.rendering import load_renderer
 
     run = open_run(arguments.run)
@@ -55,7 +55,7 @@ async def view(arguments: argparse.Namespace) -> int:
 
 async def report(arguments: argparse.Namespace) -> int:
     """Print a run's report, or several side by side, and write the graph."""
-    from pilotage.ops import write_reward_graph
+    from pilotage.ops.graph import write_reward_graph
 
     if arguments.window < 1:
         raise ConfigError(f"--window must be positive, got {arguments.window}")
@@ -74,14 +74,14 @@ async def report(arguments: argparse.Namespace) -> int:
 
 
 def _comparison(records: Mapping[str, Sequence[Mapping[str, float]]], window: int) -> str:
-    from pilotage.ops import format_comparison
+    from pilotage.ops.report import format_comparison
 
     return format_comparison(records, window=window)
 
 
 def _whole(run: RunDirectory, window: int) -> str:
-    from pilotage.ops import format_report
     from pilotage.ops.alarms import find_alarms, format_alarms
+    from pilotage.ops.report import format_report
     from pilotage.ops.status import format_status, read_status
     from pilotage.recipes.reference import describe_recipe
 
@@ -108,11 +108,24 @@ def _anchors(path: Path) -> dict[str, float]:
 
 
 async def export(arguments: argparse.Namespace) -> int:
-    """Write a run's samples as parquet."""
-    from pilotage.ops.export import write_samples
+    """Write a run's samples or rollouts for other programs."""
+    from pilotage.ops.export import write_atif, write_details, write_fine_tuning, write_samples
 
-    run = open_run(arguments.run)
-    print(f"wrote {write_samples(run, arguments.out)} samples to {arguments.out}")
+    run, out, least = open_run(arguments.run), arguments.out, arguments.min_reward
+    if arguments.format == "samples" and least is not None:
+        raise ConfigError(
+            "--min-reward goes with --format sft, atif or details: samples are all that was trained"
+        )
+    if arguments.format == "samples":
+        written = f"{write_samples(run, out)} samples"
+    elif arguments.format == "sft":
+        if least is None:
+            raise ConfigError("--format sft needs --min-reward R: which rollouts are good enough to imitate")
+        written = f"{write_fine_tuning(run, out, min_reward=least)} rows"
+    else:
+        write = write_atif if arguments.format == "atif" else write_details
+        written = f"{write(run, out, min_reward=least)} rollouts"
+    print(f"wrote {written} to {out}")
     return 0
 
 

@@ -64,21 +64,29 @@ def plan(arguments: argparse.Namespace) -> Plan:
 
 async def train(arguments: argparse.Namespace) -> int:
     """Train by a recipe into a run directory."""
+    from prometheus_client import CollectorRegistry
+
     from pilotage.cli.progress import TerminalObserver
     from pilotage.loops import RunDirectory, SynchronousLoop
-    from pilotage.ops import write_reward_graph
+    from pilotage.ops.graph import write_reward_graph
+    from pilotage.ops.traces import traced
     from pilotage.recipes.stack import open_stack
     from pilotage.trackers import TrackerName, open_trackers
+    from pilotage.trackers.prometheus import NewestRecord, serve_metrics
 
     planned = plan(arguments)
     recipe, path = planned.recipe, planned.path
+    registry, newest = CollectorRegistry(), NewestRecord(path.name)
+    registry.register(newest)
     observer = TerminalObserver(
         num_steps=recipe.loop.num_steps, prints_records=TrackerName.CONSOLE in recipe.logger
     )
     with (
         RunDirectory.open(path, recipe.resolved(), resume=arguments.resume) as run,
         observer,
+        traced(observer, run=path.name) as watcher,
         open_trackers(recipe.logger, _tracked(run, recipe), partial(_tracker_failed, run)) as sinks,
+        serve_metrics(registry, recipe.metrics_port) if recipe.metrics_port else contextlib.nullcontext(),
     ):
         observer.say(f"run {path}: policy {recipe.policy.model}{_origin(recipe.policy.model)}")
         for line in describe_recipe(recipe.resolved()):
@@ -92,6 +100,7 @@ async def train(arguments: argparse.Namespace) -> int:
                 model=recipe.policy.model,
                 trials_directory=recipe.rollouts.trials_directory or path / "trials",
                 run_directory=path,
+                registry=registry,
             ) as stack,
         ):
             loop = SynchronousLoop(
@@ -101,8 +110,8 @@ async def train(arguments: argparse.Namespace) -> int:
                 train_tasks=planned.train_tasks,
                 held_out_tasks=planned.held_out_tasks,
                 settings=recipe.loop,
-                observer=observer,
-                sinks=sinks,
+                observer=watcher,
+                sinks=[*sinks, newest],
             )
             await loop.run()
         write_reward_graph(path / "reward_graph.svg", {path.name: run.metrics()}, window=5)
@@ -200,7 +209,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
 async def rollout(arguments: argparse.Namespace) -> int:
     """Run one trial of one task; exit code 0 if it has a reward."""
     from pilotage.datasets import load_tasks
-    from pilotage.ops import format_rollout
+    from pilotage.ops.show import format_rollout
     from pilotage.rollouts.task_validation import check_tasks
     from pilotage.types import RolloutRequest
 

@@ -38,6 +38,7 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
         "sampling": asdict(turn.sampling),
         "is_delivered": turn.is_delivered,
         "malformed_calls": turn.malformed_calls,
+        "called_tools": turn.called_tools,
         "started_at": turn.started_at,
         "finished_at": turn.finished_at,
     }
@@ -45,12 +46,13 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
 
 def _turn(record: dict[str, Any]) -> Turn:
     arrays = {name: np.array(record.pop(name), dtype) for name, dtype in _TURN_ARRAYS.items()}
-    cause = record.pop("branch_cause")
+    cause, called = record.pop("branch_cause"), record.pop("called_tools", None)
     return Turn(
         **arrays,
         branch_cause=BranchCause(cause) if cause else None,
         finish_reason=FinishReason(record.pop("finish_reason")),
         sampling=SamplingParams(**record.pop("sampling")),
+        called_tools=None if called is None else tuple(called),
         **record,
     )
 

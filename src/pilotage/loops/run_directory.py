@@ -1,7 +1,7 @@
 """A run on disk. Killed at any instruction, it can be resumed from its newest whole checkpoint.
 
 config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
-rollouts/step-0001/ID.json.gz  errors/ID.error  checkpoints/step-0010/
+rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/
 """
 
 import hashlib
@@ -19,10 +19,11 @@ import tomli_w
 from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line, write_atomically
 from pilotage.loops.rollout_files import write_rollout
+from pilotage.loops.summaries import append_summary
 from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Rollout
 
-FREE_KEYS = frozenset({"logger"})
+FREE_KEYS = frozenset({"logger", "metrics_port"})
 """May differ when a run is resumed: they decide who watches, not what is learnt."""
 
 
@@ -179,10 +180,12 @@ class RunDirectory:
         return [] if newest is None else [record for record in self.metrics() if record["step"] <= newest]
 
     def add_rollout(self, folder: str, rollout: Rollout) -> None:
-        """Write a rollout to `rollouts/FOLDER/`, and its `.error` file where it failed."""
+        """Write a rollout to `rollouts/FOLDER/` and its line there, and its `.error` file where it failed."""
         directory = self.path / "rollouts" / folder
         directory.mkdir(parents=True, exist_ok=True)
-        write_rollout(directory / f"{rollout.id}.json.gz", rollout)
+        path = directory / f"{rollout.id}.json.gz"
+        write_rollout(path, rollout)
+        append_summary(path, rollout)
         if rollout.failure is not None:
             failure = rollout.failure
             text = (

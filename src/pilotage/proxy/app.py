@@ -27,6 +27,7 @@ from pilotage.proxy.answers import Answer, encode
 from pilotage.proxy.dialect import Dialect
 from pilotage.proxy.dialects import DIALECTS
 from pilotage.proxy.fields import JsonObject
+from pilotage.proxy.measures import ProxyMeasures
 from pilotage.proxy.patience import Patience
 from pilotage.proxy.refusals import Refusal, openai_error, unknown_key
 from pilotage.proxy.requests import TurnRequest, read_object, turn_request
@@ -76,6 +77,7 @@ class ChatCompletionsProxy:
             honour_dropped_reasoning=honour_dropped_reasoning,
         )
         self._sessions: dict[bytes, Session] = {}
+        self.measures = ProxyMeasures()
         self.app = Starlette(
             routes=[
                 *(route for dialect in DIALECTS for route in self._routes(dialect)),
@@ -88,6 +90,7 @@ class ChatCompletionsProxy:
         """Make a session and its key."""
         key = secrets.token_urlsafe(_KEY_BYTES)
         self._sessions[_digest(key)] = Session(spec, self._policy)
+        self.measures.opened()
         return SessionAccess(base_url=self.base_url, api_key=key, model=self.model_name)
 
     def prolong(self, access: SessionAccess, seconds: float) -> None:
@@ -103,7 +106,9 @@ class ChatCompletionsProxy:
         session = self._sessions.pop(_digest(access.api_key), None)
         if session is None:
             raise ValueError("the session is not open: its key is unknown here, or it was closed before")
-        return await session.close()
+        record = await session.close()
+        self.measures.closed(record.trajectory, record.counters.items())
+        return record
 
     def _routes(self, dialect: Dialect) -> Iterator[Route]:
         yield Route(dialect.path, partial(self._serve, dialect, self._complete), methods=["POST"])

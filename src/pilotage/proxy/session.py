@@ -239,6 +239,7 @@ class Session:
             sampling=params,
             is_delivered=False,
             malformed_calls=parsed.malformed_calls,
+            called_tools=tuple(call.name for call in parsed.message.tool_calls),
             started_at=started_at,
             finished_at=time.time(),
         )

@@ -137,6 +137,8 @@ class Recipe(_Section):
     """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service."""
     logger: tuple[TrackerName, ...] = (TrackerName.CONSOLE,)
     """Who gets each step's record beside `metrics.jsonl`; one name or a list. May change on a resume."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on 127.0.0.1 where the driver answers Prometheus; absent answers none. May change on a resume."""
     policy: PolicySettings
     tasks: TaskSettings = TaskSettings()
     rollouts: RolloutSettings = RolloutSettings()

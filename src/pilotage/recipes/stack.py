@@ -4,13 +4,16 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 from pilotage.client import JobPlan, open_engine, resolve_connection
 from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
+from pilotage.recipes.embedded import open_local
 from pilotage.rendering import TemplateRenderer, load_renderer
 from pilotage.rollouts import (
     AgentChoice,
@@ -31,9 +34,6 @@ from pilotage.wire.jobs import (
     SubJobBody,
     TrainingConfig,
 )
-
-if TYPE_CHECKING:
-    from pilotage.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +112,6 @@ def check_stack(recipe: Recipe) -> None:
         resolve_connection()
 
 
-async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":
-    """Open the local engine on `model` with the recipe's sizes."""
-    from pilotage.engine import LocalEngine  # imports torch, which a driver of a service does without
-
-    policy = recipe.policy
-    return await LocalEngine.open(
-        model,
-        max_context_tokens=policy.max_context_tokens,
-        max_batch=policy.max_batch,
-        stop_token_ids=renderer.stop_token_ids,
-        trainer_threads=policy.trainer_threads,
-        micro_batch_tokens=policy.micro_batch_tokens,
-    )
-
-
 def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | None) -> JobPlan:
     """Return the job that a recipe's run needs: one trainer, one sampler, all that the run will ask."""
     policy, job, loop = recipe.policy, recipe.job, recipe.loop
@@ -196,10 +181,21 @@ async def open_backend(
 
 @contextlib.asynccontextmanager
 async def open_runner(
-    recipe: Recipe, sampler: Sampler, renderer: TemplateRenderer, trials_directory: Path
+    recipe: Recipe,
+    sampler: Sampler,
+    renderer: TemplateRenderer,
+    trials_directory: Path,
+    *,
+    registry: CollectorRegistry | None = None,
 ) -> AsyncGenerator[HarborRunner]:
-    """Serve a proxy in front of `sampler` and run rollouts against it while the context is open."""
+    """Serve a proxy in front of `sampler` and run rollouts against it while the context is open.
+
+    Args:
+        registry: gets what the proxy measures.
+    """
     proxy = ChatCompletionsProxy(sampler, renderer)
+    if registry is not None:
+        registry.register(proxy.measures)
     settings = runner_settings(recipe.rollouts, trials_directory)
     async with serve(proxy), HarborRunner(sessions=proxy, settings=settings) as runner:
         yield runner
@@ -207,9 +203,17 @@ async def open_runner(
 
 @contextlib.asynccontextmanager
 async def open_stack(
-    recipe: Recipe, *, model: Path, trials_directory: Path, run_directory: Path | None = None
+    recipe: Recipe,
+    *,
+    model: Path,
+    trials_directory: Path,
+    run_directory: Path | None = None,
+    registry: CollectorRegistry | None = None,
 ) -> AsyncGenerator[Stack]:
     """Open engine, proxy and runner for a recipe; all of it is gone when the context ends.
+
+    Args:
+        registry: gets what the proxy measures.
 
     Raises:
         ConfigError: the model, its template, the sandbox or the service's connection cannot be used.
@@ -218,6 +222,6 @@ async def open_stack(
     renderer = load_renderer(recipe.policy.model, enable_thinking=recipe.policy.enable_thinking)
     async with (
         open_backend(recipe, model, renderer, run_directory) as engine,
-        open_runner(recipe, engine, renderer, trials_directory) as runner,
+        open_runner(recipe, engine, renderer, trials_directory, registry=registry) as runner,
     ):
         yield Stack(engine=engine, renderer=renderer, runner=runner)

@@ -27,7 +27,8 @@ from pilotage.errors import ConfigError
 from pilotage.localization import mentioned_names
 from pilotage.recipes.config import Recipe
 from pilotage.recipes.demonstrations import QUERY_SIZES, DemonstrationSampler
-from pilotage.recipes.stack import open_local, open_runner
+from pilotage.recipes.embedded import open_local
+from pilotage.recipes.stack import open_runner
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
 from pilotage.rendering import TokenizerFile, load_renderer
 from pilotage.rollouts.code_search import search_command, search_result

@@ -15,6 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 import orjson
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -27,6 +29,7 @@ from pilotage.service.core_routes import MAX_WAIT_S, SOURCE_HEADER
 from pilotage.service.forwarding import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, forward, read_bounded
 from pilotage.service.jobs import Job, Jobs, Place
 from pilotage.service.logs import read_page, tail
+from pilotage.service.measures import JobCollector, RequestMeter
 from pilotage.service.openapi import document
 from pilotage.service.refusals import Refusal, error_response, exception_handlers, json_response
 from pilotage.service.tokens import TokenBook
@@ -61,9 +64,11 @@ class Service:
         """
         self._jobs = jobs
         self._tokens = tokens
+        self._registry = CollectorRegistry()
+        self._registry.register(JobCollector(jobs))
         self.app = Starlette(
             routes=[Route("/health", _health), Route("/openapi.json", _openapi), *self._routes()],
-            middleware=[Middleware(_Envelope)],
+            middleware=[Middleware(RequestMeter, registry=self._registry), Middleware(_Envelope)],
             exception_handlers=exception_handlers("the service"),
         )
         # A redirect has no error body, and repeats the caller's Host.
@@ -81,6 +86,7 @@ class Service:
             for name in ("forward-backward", "step", "save", "generate", "generate-stream")
         ]
         return [
+            Route("/metrics", self._scrape),
             Route("/api/v2/{endpoint}", self._list_all),
             Route(PREFIX, self._create, methods=["POST"]),
             Route(PREFIX, self._list, methods=["GET"]),
@@ -128,6 +134,10 @@ class Service:
 
     def _job(self, request: Request) -> Job:
         return self._jobs.get(self._place(request), request.path_params["job_id"])
+
+    async def _scrape(self, request: Request) -> Response:
+        self._owner(request)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     # --- jobs ---
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -238,6 +239,10 @@ class Jobs:
     def list_of_owner(self, owner: str) -> "list[Job]":
         """Return an owner's jobs of all databases and schemas, oldest first."""
         return [job for job in self._jobs.values() if job.place.owner == owner]
+
+    def status_counts(self) -> Counter[str]:
+        """Count jobs by status, over all owners."""
+        return Counter(str(job.status) for job in self._jobs.values())
 
     def capacity(self, hardware: str) -> CapacityRecord:
         """Count GPUs of one kind, over all owners."""

@@ -59,6 +59,8 @@ class Turn:
     is_delivered: bool = True
     """False where the client went away before the answer: an orphan, never trained."""
     malformed_calls: int = 0
+    called_tools: tuple[str, ...] | None = None
+    """Names in the calls of the completion, in order; None where its recorder did not parse it."""
     started_at: float
     """Unix seconds when the request arrived."""
     finished_at: float

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from pilotage.ops.doctor import MachineFacts, MachineNeed
-from pilotage.ops.doctor.facts import DiskFact, PackageFact
+from pilotage.ops.doctor.facts import DiskFact, MachineFacts, PackageFact
 from pilotage.ops.doctor.leftovers import Leftovers
+from pilotage.ops.doctor.need import MachineNeed
 
 NEED = MachineNeed(concurrency=8, extras=("agents", "local"))
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from pilotage.errors import ConfigError
-from pilotage.ops.doctor import Finding, FindingName, Severity, in_order
-from pilotage.ops.doctor.findings import from_error, ok
+from pilotage.ops.doctor.findings import Finding, FindingName, Severity, from_error, in_order, ok
 
 
 def test_every_finding_has_a_broken_set_up() -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotage.ops.doctor import remove_leftovers
-from pilotage.ops.doctor.leftovers import Leftovers, find_leftovers, is_held
+from pilotage.ops.doctor.leftovers import Leftovers, find_leftovers, is_held, remove_leftovers
 from pilotage.processes import ProcessIdentity
 from pilotage.rollouts.register import Holding, Register, current_process
 

@@ -10,17 +10,11 @@ import pytest
 from tests.ops.doctor.good import GOOD, NEED, package
 
 from pilotage.errors import ConfigError
-from pilotage.ops.doctor import (
-    Finding,
-    FindingName,
-    MachineNeed,
-    Severity,
-    check_file_times,
-    check_machine,
-    gather,
-)
-from pilotage.ops.doctor.facts import DiskFact, DriverFact, is_driver
+from pilotage.ops.doctor.facts import DiskFact, DriverFact, gather, is_driver
+from pilotage.ops.doctor.findings import Finding, FindingName, Severity
 from pilotage.ops.doctor.leftovers import Leftovers, TmuxServer, Workspaces
+from pilotage.ops.doctor.machine import check_file_times, check_machine
+from pilotage.ops.doctor.need import MachineNeed
 
 RUN = Path("runs/first")
 NO_BUBBLEWRAP = ConfigError(

@@ -16,7 +16,8 @@ from tests.fakes import WordRenderer
 from tests.rollouts.rig import REWARD_IF_HANDED_IN, write_task
 
 from pilotage.embedded import EmbeddedServer, listen
-from pilotage.ops.doctor import Finding, FindingName, Severity, TaskNeed
+from pilotage.ops.doctor.findings import Finding, FindingName, Severity
+from pilotage.ops.doctor.need import TaskNeed
 from pilotage.ops.doctor.proxy import check_proxy, open_proxy
 from pilotage.ops.doctor.rendering import check_model_window, check_template, check_tool_parser
 from pilotage.ops.doctor.trials import check_trials_here

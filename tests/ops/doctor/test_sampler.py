@@ -7,7 +7,8 @@ from tests.fakes import WordRenderer
 from tests.ops.doctor import samplers
 from tests.ops.doctor.samplers import HonestSampler
 
-from pilotage.ops.doctor import Finding, FindingName, SamplerNeed, Severity
+from pilotage.ops.doctor.findings import Finding, FindingName, Severity
+from pilotage.ops.doctor.need import SamplerNeed
 from pilotage.ops.doctor.sampler import check_sampler, skip_sampler
 
 NEED = SamplerNeed(max_context_tokens=512, temperature=0.7, max_tokens=64)

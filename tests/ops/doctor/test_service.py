@@ -16,14 +16,9 @@ from tests.service.rig import Rig, job_body, rig
 
 from pilotage.client import Connection, Http, Patience, Secret, default_comment
 from pilotage.client.token_expiry import expires_at
-from pilotage.ops.doctor import (
-    Finding,
-    FindingName,
-    ServiceNeed,
-    Severity,
-    check_service,
-    find_connection,
-)
+from pilotage.ops.doctor.findings import Finding, FindingName, Severity
+from pilotage.ops.doctor.need import ServiceNeed
+from pilotage.ops.doctor.service import check_service, find_connection
 from pilotage.service.tokens import create_token
 
 NEED = ServiceNeed(is_required=True, hardware="H200", num_gpus=8)

@@ -1,9 +1,10 @@
 """Judge a recipe's tasks and environment by two trials of one task: its oracle, and doing nothing.
 
-They run in a process of their own, beside the import of the local engine: together that is most of the time.
+They run in a process of their own, because the proxy must answer meanwhile.
 """
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import tempfile
@@ -33,7 +34,7 @@ async def check_trials(need: TaskNeed, access: SessionAccess | None) -> list[Fin
         access: of the proxy that an agent inside the environment must reach; None tries no route.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=gc.disable) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _check_trials, need, access)
 
 

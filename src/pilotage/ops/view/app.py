@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from pilotage.errors import ConfigError
 from pilotage.loops import read_rollout
+from pilotage.loops.summaries import Summary
 from pilotage.ops.view.filters import ORDERS, PAGE_SIZE, Query, choices
 from pilotage.ops.view.guard import Guard
 from pilotage.ops.view.index import Index, Listing, find_rollout
@@ -22,7 +23,7 @@ from pilotage.ops.view.library import Library, Run
 from pilotage.ops.view.pages import run_context, run_row, step_context
 from pilotage.ops.view.rendering import STATIC_FILES, Templates, static_text
 from pilotage.ops.view.rollout_page import rollout_context
-from pilotage.ops.view.summaries import Match, Summary
+from pilotage.ops.view.summaries import Match
 
 ROLLOUT_VIEWS = ("conversation", "tokens", "tree", "time", "files")
 _WAIT_S = 0.5

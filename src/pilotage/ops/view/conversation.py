@@ -5,31 +5,22 @@ conversation leaves it out and the tokens show it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from pilotage.ops.transcripts import ContextMessage, read_messages
 from pilotage.ops.view.drift import Drift, drift_of
 from pilotage.ops.view.fates import RolloutFate, TurnFate
 from pilotage.rendering import DecodedPiece, TemplateRenderer
 from pilotage.types import Rollout, TokenIds, Turn
 
-_MESSAGE_OPEN, _MESSAGE_CLOSE = "<|im_start|>", "<|im_end|>"
-_TOOL_ANSWER = "<tool_response>"
 _LOGPROB_BOUNDS = np.array([0.01, 0.1, 0.5, 1.0, 2.0, 4.0])
 """Upper bounds in nats of -log-prob of the colours 0 to 5; 6 is beyond."""
 _ADVANTAGE_BOUNDS = np.array([0.1, 0.5, 1.0])
 _MOST_JOINED_IDS = 8
 """Ids that may share one character; more than that are no UTF-8."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageView:
-    """One message of a context."""
-
-    role: str
-    pieces: tuple[DecodedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +51,15 @@ class TurnView:
     depth: int
     cause: str
     drift: Drift | None
-    messages: tuple[MessageView, ...]
+    messages: tuple[ContextMessage, ...]
     context: tuple[DecodedPiece, ...]
     """The whole context, as it was read."""
     context_tokens: int
     reasoning: str
     content: str
     calls: tuple[CallView, ...]
-    tokens: tuple[TokenView, ...]
+    tokens: Iterator[TokenView]
+    """Made while they are read, once: a conversation does without, which halves its time."""
     sampled_tokens: int
     trained_tokens: int
     fate: str
@@ -99,13 +91,13 @@ def turn_views(rollout: Rollout, renderer: TemplateRenderer, fate: RolloutFate |
                 depth=depths[index],
                 cause=turn.branch_cause or "",
                 drift=drift_of(rollout.trajectory, index, renderer.decode),
-                messages=tuple(_messages(context)),
+                messages=tuple(read_messages(context)),
                 context=context,
                 context_tokens=turn.context_ids.size,
                 reasoning=reply.message.reasoning,
                 content=reply.message.content,
                 calls=tuple(_call(call.name, call.arguments) for call in reply.message.tool_calls),
-                tokens=tuple(_tokens(turn, renderer, turn_fate)),
+                tokens=_tokens(turn, renderer, turn_fate),
                 sampled_tokens=turn.completion_ids.size,
                 trained_tokens=0 if turn_fate is None else int(turn_fate.is_trained_K.sum()),
                 fate=words,
@@ -119,34 +111,6 @@ def turn_views(rollout: Rollout, renderer: TemplateRenderer, fate: RolloutFate |
             )
         )
     return views
-
-
-def _messages(pieces: Sequence[DecodedPiece]) -> Iterator[MessageView]:
-    """Split a context where the template opens a message; what only white space precedes is left out."""
-    role, body = "context", list[DecodedPiece]()
-    is_header = False
-    for piece in pieces:
-        if piece.is_control and piece.text == _MESSAGE_OPEN:
-            yield from _message(role, body)
-            role, body, is_header = "context", [], True
-        elif piece.is_control and piece.text == _MESSAGE_CLOSE:
-            yield from _message(role, body)
-            role, body = "context", []
-        elif is_header and not piece.is_control:
-            role, _, rest = piece.text.partition("\n")
-            body, is_header = [DecodedPiece(text=rest)], False
-        else:
-            body.append(piece)
-    yield from _message(role, body)
-
-
-def _message(role: str, body: Sequence[DecodedPiece]) -> Iterator[MessageView]:
-    text = "".join(piece.text for piece in body).strip()
-    # The generation prompt, with its think block where it opens one, is no message.
-    if not text or (role == "assistant" and not text.replace("<think>", "").replace("</think>", "").strip()):
-        return
-    name = "tool" if role == "user" and text.startswith(_TOOL_ANSWER) else role or "context"
-    yield MessageView(role=name, pieces=tuple(body))
 
 
 def _call(name: str, arguments: str) -> CallView:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pilotage.errors import ConfigError
-from pilotage.ops.view.summaries import Summary
+from pilotage.loops.summaries import Summary
 
 PAGE_SIZE = 100
 ORDERS = ("newest", "oldest", "reward", "-reward", "tokens", "-tokens", "seconds", "-seconds")

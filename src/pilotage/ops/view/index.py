@@ -1,4 +1,4 @@
-"""Summaries of rollouts, read once: in memory, and in a cache outside the run.
+"""Summaries of rollouts: the run's own lines; for older runs, which have none, read once and kept in a cache.
 
     page asks for a folder -> what is known, and what a short wait brings -> the rest by a later request
     background             -> every folder of the runs that were looked at, newest first
@@ -10,21 +10,26 @@ run that was rewound and went on is read again. Files are read in worker process
 import asyncio
 import hashlib
 import os
-from concurrent.futures import Executor
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
+from pydantic import TypeAdapter
 
 from pilotage.files import write_atomically
+from pilotage.loops.summaries import Summary, SummaryLine, read_summaries
 from pilotage.ops.view.library import Run, rollout_id
-from pilotage.ops.view.summaries import SUMMARIES, Match, PolicyText, Summary, find_text, summarise_files
+from pilotage.ops.view.summaries import Match, PolicyText, find_text, summarise_files
+from pilotage.ops.view.workers import Workers
 
 _FORMAT = "1"
 """Of the cache; another number makes old entries unread."""
 _CHUNK_FILES = 2
 """Files that a worker reads at once: few enough that a page's own files come soon."""
 _BACKGROUND_PAUSE_S = 2.0
+_SUMMARIES = TypeAdapter(list[Summary])
+"""Reads and writes what the cache keeps."""
 
 type _Stamp = tuple[int, int]
 
@@ -57,6 +62,22 @@ class _Folder:
     files: dict[str, _Stamp] = field(default_factory=dict[str, "_Stamp"])
     entries: dict[str, tuple[_Stamp, Summary]] = field(default_factory=dict[str, "tuple[_Stamp, Summary]"])
     is_loaded: bool = False
+    lines: dict[str, SummaryLine] = field(default_factory=dict[str, SummaryLine])
+    """What the run itself says, by name of the rollout's file."""
+    lines_end: int = 0
+    """How far its file of summaries was read."""
+
+    def take_lines(self, directory: Path) -> None:
+        """Believe the run's own lines about files that are missing here and of the size that a line names."""
+        missing = self.missing()
+        if not missing:
+            return
+        found, self.lines_end = read_summaries(directory, start=self.lines_end)
+        self.lines |= {f"{line.summary.id}.json.gz": line for line in found}
+        for name in missing:
+            line = self.lines.get(name)
+            if line is not None and line.file_bytes == self.files[name][0]:
+                self.entries[name] = (self.files[name], line.summary)
 
     def missing(self) -> list[str]:
         return [name for name, stamp in self.files.items() if self._stamp(name) != stamp]
@@ -72,9 +93,9 @@ class _Folder:
 class Index:
     """Summaries of the rollouts of any number of runs."""
 
-    def __init__(self, *, cache: Path, workers: Executor, num_workers: int = 1) -> None:
+    def __init__(self, *, cache: Path, workers: Workers, num_workers: int = 1) -> None:
         """Args:
-        workers: read files; given back to the caller, who shuts it down.
+        workers: read files; the caller closes them.
         """
         self._cache = cache
         self._workers = workers
@@ -148,8 +169,7 @@ class Index:
         return sorted(matches, key=lambda match: (match.folder, match.id)), len(files)
 
     async def _call_find(self, run: Run, files: list[Path], wanted: str) -> list[Match]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, find_text, files, policy_text(run), wanted)
+        return await self._workers.call(find_text, files, policy_text(run), wanted)
 
     # --- reading ---
 
@@ -166,7 +186,8 @@ class Index:
                 found = sorted((entry.name, entry.stat()) for entry in entries if _is_rollout(entry))
             folder.files = {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found}
             folder.seen_ns = seen_ns
-        if not folder.is_loaded:
+        folder.take_lines(directory)
+        if not folder.is_loaded and folder.missing():
             folder.entries = self._load(run, name) | folder.entries
             folder.is_loaded = True
         return folder
@@ -193,16 +214,18 @@ class Index:
 
     async def _read(self, run: Run, name: str, folder: _Folder, paths: list[Path]) -> None:
         stamps = {path.name: folder.files[path.name] for path in paths}
-        loop = asyncio.get_running_loop()
         try:
             async with self._slots:
-                read = await loop.run_in_executor(self._workers, summarise_files, paths, policy_text(run))
+                read = await self._workers.call(summarise_files, paths, policy_text(run))
+        except BrokenExecutor:
+            fault = "the process that read it was killed, twice"
+            read = [Summary(id=rollout_id(path), folder=name, counters={}, fault=fault) for path in paths]
         finally:
             for path in paths:
                 self._reading.pop(path, None)
         for path, summary in zip(paths, read, strict=True):
             folder.entries[path.name] = (stamps[path.name], summary)
-        if not folder.missing():
+        if not folder.missing() and not any(summary.fault for summary in folder.known()):
             self._save(run, name, folder)
 
     # --- the cache on disk ---
@@ -214,7 +237,7 @@ class Index:
     def _load(self, run: Run, name: str) -> dict[str, tuple[_Stamp, Summary]]:
         try:
             content = orjson.loads(self._file(run, name).read_bytes())
-            summaries = SUMMARIES.validate_python(content["summaries"])
+            summaries = _SUMMARIES.validate_python(content["summaries"])
             stamps = [(int(size), int(changed)) for size, changed in content["stamps"]]
         except (OSError, ValueError, KeyError, TypeError):
             return {}
@@ -225,7 +248,7 @@ class Index:
         entries = [folder.entries[file] for file in folder.files]
         content = {
             "stamps": [stamp for stamp, _ in entries],
-            "summaries": SUMMARIES.dump_python([summary for _, summary in entries], mode="json"),
+            "summaries": _SUMMARIES.dump_python([summary for _, summary in entries], mode="json"),
         }
         self._cache.mkdir(parents=True, exist_ok=True)
         write_atomically(self._file(run, name), orjson.dumps(content))
@@ -242,7 +265,7 @@ def _is_rollout(entry: os.DirEntry[str]) -> bool:
 
 
 def find_rollout(run: Run, wanted: str) -> Path | None:
-    """Return the file of a rollout by its id, or None; what was asked for never becomes a path."""
-    return next(
-        (path for name in run.folders() for path in run.files(name) if rollout_id(path) == wanted), None
-    )
+    """Return the file of a rollout by its id, or None; only what is listed becomes a path."""
+    file = f"{wanted}.json.gz"
+    folders = (run.path / "rollouts" / name for name in run.folders())
+    return next((folder / file for folder in folders if file in os.listdir(folder)), None)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pilotage.algorithms import build_batch
+from pilotage.loops.summaries import Summary
+from pilotage.ops.alarms import Alarm, find_alarms
 from pilotage.ops.report import Record, totals, training_steps
 from pilotage.ops.view.charts import Chart, Span, chart, series, sparkline, waterfall
 from pilotage.ops.view.library import Run, RunState, TrainingRules, step_of
-from pilotage.ops.view.summaries import Summary
+from pilotage.ops.watch import surroundings
 
 _WIDE, _NARROW = (960.0, 260.0), (360.0, 220.0)
 _SMALL = (300.0, 150.0)
@@ -44,6 +46,7 @@ class RunRow:
     model: str
     backend: str
     started_at: float | None
+    alarms: list[Alarm]
 
 
 def run_row(run: Run) -> RunRow:
@@ -54,9 +57,11 @@ def run_row(run: Run) -> RunRow:
     events = run.events()
     num_steps = run.section("loop").get("num_steps")
     started = events[0].get("at") if events else None
+    state = run.state()
+    around = surroundings(run.directory) if state is RunState.LIVE else None
     return RunRow(
         name=run.name,
-        state=run.state(),
+        state=state,
         step=int(records[-1]["step"]) if records else 0,
         num_steps=num_steps if isinstance(num_steps, int) else None,
         reward=rewards[-1] if rewards else None,
@@ -66,6 +71,7 @@ def run_row(run: Run) -> RunRow:
         model=Path(run.model()).name,
         backend=str(config.get("backend", "")),
         started_at=float(started) if isinstance(started, int | float) else None,
+        alarms=find_alarms(records, around),
     )
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pilotage.loops.summaries import Summary
 from pilotage.ops.view.charts import Span, waterfall
 from pilotage.ops.view.conversation import TurnView, turn_views
 from pilotage.ops.view.fates import RolloutFate, fate_of
 from pilotage.ops.view.index import policy_text
 from pilotage.ops.view.library import Run, rollout_id, step_of
 from pilotage.ops.view.pages import run_row
-from pilotage.ops.view.summaries import Summary, open_renderer
+from pilotage.ops.view.summaries import open_renderer
 from pilotage.types import Rollout
 
 _MOST_FILE_BYTES = 65_536

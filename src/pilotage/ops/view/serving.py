@@ -2,12 +2,10 @@
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import secrets
 import signal
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import uvicorn
@@ -20,34 +18,31 @@ from pilotage.ops.view.guard import is_loopback
 from pilotage.ops.view.index import Index, cache_directory
 from pilotage.ops.view.library import Library, Run
 from pilotage.ops.view.summaries import PolicyText, open_renderer
+from pilotage.ops.view.workers import WorkerProcesses
 
 _BACKLOG = 128
 _MOST_WORKERS = 4
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.asynccontextmanager
 async def open_viewer(library: Library) -> AsyncGenerator[Viewer]:
     """Hold the worker processes and the index that a viewer needs."""
     count = max(1, min(_MOST_WORKERS, (os.cpu_count() or 2) - 1))
-    workers = ProcessPoolExecutor(
-        max_workers=count, mp_context=multiprocessing.get_context("spawn"), initializer=_ignore_interrupts
-    )
-    workers.submit(open_renderer, PolicyText(model=""))  # starts a process before the first page waits for it
+    workers = WorkerProcesses(count)
     index = Index(cache=cache_directory(), workers=workers, num_workers=count)
     try:
         async with asyncio.TaskGroup() as group:
             reading = group.create_task(index.follow())
-            await asyncio.sleep(0)  # so that the index takes requests
+            # Starts a process before the first page waits for it; and lets the index take requests.
+            starting = group.create_task(workers.call(open_renderer, PolicyText(model="")))
+            await asyncio.sleep(0)
             try:
                 yield Viewer(library, index)
             finally:
                 reading.cancel()
+                starting.cancel()
     finally:
-        workers.shutdown(wait=False, cancel_futures=True)
+        workers.close()
 
 
 async def serve(runs: Path, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
@@ -75,19 +70,16 @@ async def serve(runs: Path, *, host: str, port: int, on_ready: Callable[[str], N
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                timeout_graceful_shutdown=2,
             )
         )
 
-        def stop() -> None:
-            server.should_exit = True
-
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}/"
         on_ready(address if key is None else f"{address}?key={key}")
-        await server.serve(sockets=[listener])
+        await asyncio.wait([serving])  # cancelled, it is over at once: a page is nothing to wait for
 
 
 async def export(path: Path, *, rollout: str | None, file: Path) -> None:

@@ -1,17 +1,16 @@
-"""One rollout in a line: what a list shows, and what it can be filtered by. Runs in worker processes."""
+"""Reading the rollouts themselves, in worker processes: summaries where a run wrote none, and text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from pilotage.errors import TemplateError
 from pilotage.loops import read_rollout
+from pilotage.loops.summaries import Summary, summarise
 from pilotage.ops.view.library import rollout_id
 from pilotage.rendering import TemplateRenderer, load_renderer
-from pilotage.types import Outcome, Reward, Rollout, Trajectory
+from pilotage.types import Rollout
 
 _SNIPPET_CHARACTERS = 60
 """Shown on each side of a match."""
@@ -24,54 +23,6 @@ class PolicyText:
     model: str
     """Directory of the tokenizer and the chat template."""
     enable_thinking: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a list knows of one rollout; `fault` says why a file could not be read."""
-
-    id: str
-    folder: str
-    task: str = ""
-    group: str = ""
-    attempt: int = 0
-    outcome: str = ""
-    reward: float | None = None
-    reward_key: str = ""
-    turns: int = 0
-    branches: int = 0
-    """Turns that started another branch."""
-    tokens: int = 0
-    """Context and sampled, each counted once."""
-    sampled_tokens: int = 0
-    tools: tuple[str, ...] = ()
-    """Names of the tools that were called, sorted."""
-    counters: dict[str, int]
-    total_s: float | None = None
-    started_at: float | None = None
-    """Unix seconds of the first model call."""
-    finished_at: float | None = None
-    failure: str = ""
-    fault: str = ""
-
-    def skeleton(self) -> Rollout:
-        """Return the rollout without its turns: all that its siblings' advantages depend on."""
-        reward = None
-        if self.reward is not None:
-            reward = Reward(value=self.reward, key=self.reward_key, source="")
-        return Rollout(
-            id=self.id,
-            group_id=self.group,
-            task_id=self.task,
-            attempt=self.attempt,
-            outcome=Outcome(self.outcome),
-            reward=reward,
-            trajectory=Trajectory(),
-        )
-
-
-SUMMARIES = TypeAdapter(list[Summary])
-"""Reads and writes what the cache keeps."""
 
 
 @lru_cache(maxsize=4)
@@ -95,28 +46,10 @@ def _summarised(path: Path, renderer: TemplateRenderer | None) -> Summary:
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         fault = f"{type(error).__name__}: {error}"
         return Summary(id=rollout_id(path), folder=path.parent.name, counters={}, fault=fault)
-    turns = rollout.trajectory.turns
-    sampled = rollout.trajectory.sampled_tokens
-    return Summary(
-        id=rollout_id(path),
-        folder=path.parent.name,
-        task=rollout.task_id,
-        group=rollout.group_id,
-        attempt=rollout.attempt,
-        outcome=rollout.outcome,
-        reward=None if rollout.reward is None else rollout.reward.value,
-        reward_key="" if rollout.reward is None else rollout.reward.key,
-        turns=len(turns),
-        branches=len(list(rollout.trajectory.branch_causes())),
-        tokens=sampled + sum(turn.context_ids.size for turn in turns),
-        sampled_tokens=sampled,
-        tools=_tools(rollout, renderer),
-        counters=dict(rollout.counters),
-        total_s=rollout.timings_s.get("total"),
-        started_at=min((turn.started_at for turn in turns), default=None),
-        finished_at=max((turn.finished_at for turn in turns), default=None),
-        failure="" if rollout.failure is None else rollout.failure.message,
-    )
+    summary = summarise(path.parent.name, rollout)
+    if all(turn.called_tools is not None for turn in rollout.trajectory.turns):
+        return replace(summary, id=rollout_id(path))
+    return replace(summary, id=rollout_id(path), tools=_tools(rollout, renderer))
 
 
 def _tools(rollout: Rollout, renderer: TemplateRenderer | None) -> tuple[str, ...]:

@@ -1,0 +1,25 @@
+"""The engine in this process, as a recipe wants it: apart from the stack, for processes that only sample."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pilotage.recipes.config import Recipe
+from pilotage.rendering import TemplateRenderer
+
+if TYPE_CHECKING:
+    from pilotage.engine import LocalEngine
+
+
+async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":
+    """Open the local engine on `model` with the recipe's sizes."""
+    from pilotage.engine import LocalEngine  # imports torch, which a driver of a service does without
+
+    policy = recipe.policy
+    return await LocalEngine.open(
+        model,
+        max_context_tokens=policy.max_context_tokens,
+        max_batch=policy.max_batch,
+        stop_token_ids=renderer.stop_token_ids,
+        trainer_threads=policy.trainer_threads,
+        micro_batch_tokens=policy.micro_batch_tokens,
+    )
