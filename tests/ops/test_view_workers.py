@@ -20,7 +20,8 @@ from pilotage.ops.view.library import Run
 from pilotage.ops.view.workers import WorkerProcesses, Workers
 
 POLICY = Path(__file__).resolve().parents[2] / "recipes" / "demo" / "policy"
-SECONDS_TO_END = 1.0
+SECONDS_TO_END = 5.0
+"""It takes 0.3 s, more where other programs hold the cores; a worker that is waited for takes longer."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,9 @@ async def test_a_worker_that_was_killed_is_replaced_and_its_work_done_again() ->
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_server_within_a_second_while_it_reads(run: Run, tmp_path: Path) -> None:
+def test_sigterm_ends_the_server_while_it_reads_without_waiting_for_its_workers(
+    run: Run, tmp_path: Path
+) -> None:
     for folder in run.folders():
         (run.path / "rollouts" / folder / SUMMARY_FILE).unlink()
     command = [sys.executable, "-m", "pilotage", "view", str(run.path.parent), "--port", "0"]
