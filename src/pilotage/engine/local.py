@@ -77,7 +77,7 @@ class LocalEngine:
             stop_token_ids: ids that end a completion; None reads them from the model's config.
             device: None is the first CUDA device, or else the CPU.
             trainer_threads: intra-op threads of the trainer; the sampler always has one.
-            micro_batch_tokens: padded tokens of one forward pass of the trainer.
+            micro_batch_tokens: tokens of one forward pass of the trainer, a shared prefix counted once.
 
         Raises:
             ConfigError: the directory is no usable model, or nothing would ever stop it.

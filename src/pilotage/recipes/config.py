@@ -36,7 +36,8 @@ class PolicySettings(_Section):
     trainer_threads: int = Field(default=1, ge=1)
     """Intra-op threads of the trainer; the sampler has one."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Padded tokens of one forward pass of the trainer; less needs less memory, and changes no result."""
+    """Tokens of one forward pass of the trainer, a shared prefix counted once; less needs less memory, and
+    changes no result."""
 
 
 class TaskSettings(_Section):

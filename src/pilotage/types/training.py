@@ -126,6 +126,7 @@ class ForwardBackwardResult:
     loss: float
     trained_tokens: int
     forwarded_tokens: int
+    """Of the forward passes; a prefix that samples share counts once where the engine computes it once."""
     num_sequences: int
     """Rollouts with at least one trained token."""
     logprob_gap_mean: float | None

@@ -204,7 +204,7 @@ class EngineSizes(Closed):
     max_batch: int = Field(default=32, ge=1)
     """Completions that are sampled at once."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Padded tokens of one forward pass of the trainer."""
+    """Tokens of one forward pass of the trainer."""
     trainer_threads: int = Field(default=1, ge=1)
     tensor_parallel: int = Field(default=1, ge=1)
     """GPUs of one sampler replica, on an engine of many devices."""
