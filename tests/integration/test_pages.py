@@ -41,7 +41,7 @@ STANDS_FOR = (
 NOT_RUN = {
     r"make |pip install": "installs or tests everything, which continuous integration does by itself",
     r"pilotage data (make-bugs|make-repairs|swe-smith|check)": "takes packages or rows from an index",
-    r"pilotage baseline|.*--anchors": "is about the tasks that those commands make",
+    r"pilotage (baseline|train recipes/demo_factory)|.*--anchors": "is about tasks that those commands make",
     r".*(code_localization|backend=cortex)": "needs a model of gigabytes, or an account",
     r"pilotage (login|capacity|jobs)": "needs an account",
     r"export MY_KEY|.*--agent-kwarg": "needs an endpoint with a model",

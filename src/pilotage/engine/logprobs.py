@@ -52,6 +52,9 @@ def tree_logprobs(module: PreTrainedModel, tree: PrefixTree, *, temperature: flo
     hidden = module.base_model(
         input_ids=torch.from_numpy(tree.token_ids_T).to(module.device).unsqueeze(0),
         position_ids=torch.from_numpy(tree.positions_T).to(module.device).unsqueeze(0),
+        attention_mask=torch.zeros(
+            (1, 1, 1, 1), device=module.device
+        ),  # made already: none of T x T is wanted
         use_cache=False,
         tree=TreeMasks(tree, module.device),
     ).last_hidden_state[0]

@@ -1,7 +1,7 @@
 """Attention over a packed prefix tree: each node's queries see the keys of the nodes above and their own.
 
 Registered with transformers as one more attention function, so that a module's own layers run unchanged; the
-tree travels beside the hidden states as a keyword. Without a tree it is causal attention as torch has it.
+tree travels beside the hidden states as a keyword. Without a tree it is transformers' own for torch.
 A module with layers that are no full attention has a state that would run over a node's border: it is not
 packed.
 """
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from pilotage.engine.prefix_tree import Node, PrefixTree
 
@@ -48,24 +50,20 @@ def _attend(
     *,
     scaling: float | None = None,
     tree: TreeMasks | None = None,
-    **_: object,
+    **rest: Any,
 ) -> tuple[Tensor, None]:
     """Attend.
 
     Args:
         query: [B, H, T, D].
         key: [B, G, T, D], each for H / G heads; as `value`.
-        attention_mask: None, because transformers makes none for a function that it does not know.
+        attention_mask: what transformers made for scaled dot products; read without a tree only.
 
     Returns:
         [B, T, H, D], and None for the weights, which nobody reads.
     """
-    assert attention_mask is None
     if tree is None:
-        whole = scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True
-        )
-        return whole.transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
     sizes = tree.tree.sizes
     # Splitting once, and not slicing per node, keeps the backward pass linear in the row's length.
     queries, keys, values = query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2)
@@ -92,3 +90,4 @@ def _mask(node: Node, tree: PrefixTree, device: torch.device) -> Tensor | None:
 
 
 AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, sdpa_mask)  # the sampler may use the same module, with padded rows

@@ -55,7 +55,7 @@ class _Route:
     path: str
     summary: str
     body: type | Literal["frame"] | None = None
-    reply: type | Literal["frame", "file"] | None = None
+    reply: type | Literal["frame", "file", "text"] | None = None
     """None is a JSON object that the reference describes."""
     query: tuple[str, ...] = ()
     success: tuple[int, ...] = (200,)
@@ -100,6 +100,7 @@ def _core(
 
 _ROUTES = (
     _Route(method="get", path="/health", summary="Say that the service runs"),
+    _Route(method="get", path="/metrics", summary="Answer a scrape by Prometheus", reply="text"),
     _Route(
         method="get", path="/api/v2/{endpoint}", summary="List the caller's jobs everywhere", query=_LISTED
     ),
@@ -234,9 +235,11 @@ def _responses(route: _Route) -> Schema:
     return responses
 
 
-def _content(kind: type | Literal["frame", "file"] | None) -> Schema:
+def _content(kind: type | Literal["frame", "file", "text"] | None) -> Schema:
     if kind is None:
         return {_JSON: {"schema": {"type": "object"}}}
+    if kind == "text":
+        return {"text/plain": {"schema": {"type": "string"}}}
     if isinstance(kind, str):
         return {OCTET_STREAM: {"schema": {"type": "string", "format": "binary"}}}
     return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

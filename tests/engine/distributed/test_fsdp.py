@@ -51,7 +51,7 @@ def assert_same(got: Trained, expected: Trained) -> None:
         assert ours.logprob_gap_mean == pytest.approx(theirs.logprob_gap_mean, abs=1e-5)
         assert ours.kl_to_reference == pytest.approx(theirs.kl_to_reference, abs=1e-6)
         assert (ours.trained_tokens, ours.num_sequences) == (theirs.trained_tokens, theirs.num_sequences)
-        assert ours.forwarded_tokens == theirs.forwarded_tokens
+        assert ours.forwarded_tokens >= theirs.forwarded_tokens  # one process computes a shared prefix once
     for ours, theirs in zip(got.steps, expected.steps, strict=True):
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
