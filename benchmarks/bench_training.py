@@ -25,9 +25,9 @@ import torch
 
 from pilotage.engine.gradients import Totals, propagate
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
+from pilotage.engine.micro_batches import pack, split
 from pilotage.engine.modules import load_module
-from pilotage.engine.prefix_tree import PrefixTree, pack
-from pilotage.engine.trainer import split
+from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.tree_attention import enable_trees
 from pilotage.types import Denominators, LossConfig, PolicyLoss, Sample
 

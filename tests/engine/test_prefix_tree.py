@@ -12,9 +12,10 @@ from tests.engine.models import write_model
 from transformers import PreTrainedModel, Qwen2Config
 
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
+from pilotage.engine.micro_batches import pack, split
 from pilotage.engine.modules import load_module
-from pilotage.engine.prefix_tree import PrefixTree, pack
-from pilotage.engine.trainer import TorchTrainer, split
+from pilotage.engine.prefix_tree import PrefixTree
+from pilotage.engine.trainer import TorchTrainer
 from pilotage.engine.tree_attention import enable_trees
 from pilotage.types import LossConfig, PolicyLoss, Sample, TokenIds, token_ids
 

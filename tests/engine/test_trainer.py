@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pilotage.engine import LocalEngine
 from pilotage.engine.logprobs import project
+from pilotage.engine.micro_batches import split
 from pilotage.engine.modules import load_module
-from pilotage.engine.trainer import TorchTrainer, split
+from pilotage.engine.trainer import TorchTrainer
 from pilotage.errors import TrainerError
 from pilotage.interfaces import Engine
 from pilotage.types import AdamParams, Denominators, LossConfig, PolicyLoss, Reduction, Sample

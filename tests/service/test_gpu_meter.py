@@ -27,8 +27,8 @@ class Nvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
 
-    def nvmlDeviceGetUUID(self, handle: int) -> bytes:
-        return UUIDS[handle].encode()
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return UUIDS[handle]
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(gpu=10 * handle)

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from pilotage.engine.modules import PLAIN_DECODERS
 from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.tree_attention import TreeMasks
 from pilotage.types import Mask, TokenIds
 
 _CHUNK_LOGITS = 1 << 24
 """Logits held at a time, 64 MiB in float32; more is computed in chunks, again in the backward pass."""
-
-_LINEAR_HEADS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
-"""Families whose logits are the output projection of the last hidden state and nothing else."""
 
 
 def trained_logprobs(
@@ -36,7 +34,7 @@ def trained_logprobs(
     input_ids = torch.from_numpy(padded).to(module.device)
     before = torch.from_numpy(is_trained[:, 1:]).to(module.device)
     targets_n = torch.from_numpy(padded[is_trained]).to(module.device)
-    if module.config.model_type not in _LINEAR_HEADS:
+    if module.config.model_type not in PLAIN_DECODERS:
         logits = module(input_ids=input_ids, use_cache=False).logits[:, :-1][before]
         return _gather(logits, targets_n, temperature)
     hidden = module.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1][before]

@@ -9,6 +9,10 @@ from transformers.utils.logging import disable_progress_bar
 from pilotage.engine.policy import check_model_dir
 from pilotage.errors import ConfigError
 
+PLAIN_DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
+"""Families whose layers call transformers' attention functions and take positions, and whose logits are the
+output projection of the last hidden state and nothing else."""
+
 
 def load_module(directory: Path, *, device: torch.device) -> PreTrainedModel:
     """Load weights in float32 and evaluation mode. Nothing is fetched from anywhere.

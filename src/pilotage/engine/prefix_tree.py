@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pilotage.types import Mask, Sample, TokenIds
+from pilotage.types import Mask, TokenIds
 
 type _Indices = NDArray[np.int64]
 
@@ -101,39 +101,6 @@ def shared_size(one: TokenIds, other: TokenIds) -> int:
     size = min(one.size, other.size)
     differs = one[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else size
-
-
-def pack(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:
-    """Split a batch into packs of whole rollouts, each of about `budget_tokens` distinct tokens.
-
-    Rollouts whose tokens agree longest come together. A rollout larger than the budget makes a pack of its
-    own. The order depends on the batch alone.
-    """
-    rollouts: dict[str, list[Sample]] = {}
-    for sample in samples:
-        rollouts.setdefault(sample.sequence_id, []).append(sample)
-    for branches in rollouts.values():
-        branches.sort(key=lambda sample: sort_key(sample.token_ids))
-    packs: list[list[Sample]] = []
-    filled = 0
-    for branches in sorted(rollouts.values(), key=lambda branches: sort_key(branches[0].token_ids)):
-        added = _distinct(branches, packs[-1][-1] if packs else None)
-        if not packs or filled + added > budget_tokens:
-            packs.append([])
-            filled, added = 0, _distinct(branches, None)
-        packs[-1] += branches
-        filled += added
-    return packs
-
-
-def _distinct(branches: Sequence[Sample], before: Sample | None) -> int:
-    """Return about how many tokens sorted samples add to a pack that ends with `before`."""
-    count = 0
-    for sample in branches:
-        shared = 0 if before is None else shared_size(before.token_ids, sample.token_ids)
-        count += sample.token_ids.size - shared
-        before = sample
-    return count
 
 
 def _by_next_token(contexts: Sequence[TokenIds], members: Sequence[int], depth: int) -> list[list[int]]:

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
+from pilotage.engine.micro_batches import pack, split
 from pilotage.engine.modules import load_module
-from pilotage.engine.prefix_tree import PrefixTree, pack
+from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.tree_attention import enable_trees
 from pilotage.errors import TrainerError
 from pilotage.types import (
@@ -194,24 +195,3 @@ class TorchTrainer:
             return tree_logprobs(module, tree, temperature=temperature), tree.num_tokens
         forwarded_tokens = sum(array.size for array in ids)
         return trained_logprobs(module, ids, masks, temperature=temperature), forwarded_tokens
-
-
-def split(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:
-    """Split a batch into micro-batches of whole rollouts, each about `budget_tokens` padded tokens.
-
-    Rollouts of like length come together, so that little is padded. One rollout larger than the budget
-    makes a micro-batch of its own. The order depends on the batch alone.
-    """
-    rollouts: dict[str, list[Sample]] = {}
-    for sample in samples:
-        rollouts.setdefault(sample.sequence_id, []).append(sample)
-    micro_batches: list[list[Sample]] = []
-    num_samples = longest = 0
-    for rollout in sorted(rollouts.values(), key=lambda branches: max(s.token_ids.size for s in branches)):
-        longest = max(longest, *(sample.token_ids.size for sample in rollout))
-        num_samples += len(rollout)
-        if not micro_batches or num_samples * longest > budget_tokens:
-            micro_batches.append([])
-            num_samples, longest = len(rollout), max(sample.token_ids.size for sample in rollout)
-        micro_batches[-1] += rollout
-    return micro_batches

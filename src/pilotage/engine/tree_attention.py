@@ -15,11 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from pilotage.engine.modules import PLAIN_DECODERS
 from pilotage.engine.prefix_tree import Node, PrefixTree
 
 _NAME = "pilotage_tree"
-_FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
-"""Whose attention layers all call the registered function, and whose positions may be given."""
 
 
 class TreeMasks:
@@ -35,7 +34,7 @@ def enable_trees(module: PreTrainedModel) -> bool:
     config: Any = module.config
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
-    if config.model_type not in _FAMILIES or layers != {"full_attention"} or window is not None:
+    if config.model_type not in PLAIN_DECODERS or layers != {"full_attention"} or window is not None:
         return False
     module.set_attn_implementation(_NAME)
     return True
@@ -70,8 +69,7 @@ def _attend(
     parts: list[Tensor] = []
     for number, (node, mask) in enumerate(zip(tree.tree.nodes, tree.masks, strict=True)):
         seen = (*node.path, number)
-        k = keys[number] if not node.path else torch.cat([keys[each] for each in seen], 2)
-        v = values[number] if not node.path else torch.cat([values[each] for each in seen], 2)
+        k, v = (torch.cat([pieces[each] for each in seen], 2) for pieces in (keys, values))
         parts.append(
             scaled_dot_product_attention(
                 queries[number], k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True

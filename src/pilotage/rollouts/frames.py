@@ -26,6 +26,8 @@ class Run:
 
     number: int
     spec: TrialSpec
+    is_limited: bool
+    """Whether its phases wait for slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,11 @@ class PoolSlots:
         self.waited_s: float | None = None
         """In all; None where no phase is limited."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether any phase is."""
+        return bool(self._pools)
+
     async def enter(self, phase: TrialPhase) -> None:
         """See `Slots`."""
         self.release()

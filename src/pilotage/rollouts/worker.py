@@ -60,13 +60,15 @@ async def _work(frames: Frames) -> None:
     slots: dict[int, _DriverSlots] = {}
 
     async def run(order: Run) -> None:
-        slots[order.number] = _DriverSlots(frames, order.number)
+        if order.is_limited:
+            slots[order.number] = _DriverSlots(frames, order.number)
         try:
-            report = await run_trial(order.spec, slots[order.number])
+            report = await run_trial(order.spec, slots.get(order.number))
         except asyncio.CancelledError:
             report = TrialReport(is_cancelled=True)
         finally:
-            del running[order.number], slots[order.number]
+            del running[order.number]
+            slots.pop(order.number, None)
         await frames.send(Done(number=order.number, report=report))
 
     await frames.send(Ready())

@@ -138,7 +138,7 @@ class TrialWorkers:
         try:
             await asyncio.shield(worker.ready)  # others wait for it too
             with contextlib.suppress(ConnectionError):  # its end is noticed by whoever reads
-                await worker.frames.send(Run(number=number, spec=spec))
+                await worker.frames.send(Run(number=number, spec=spec, is_limited=slots.is_limited))
             return await asyncio.shield(pending.report)
         except asyncio.CancelledError:
             with contextlib.suppress(ConnectionError, TimeoutError):

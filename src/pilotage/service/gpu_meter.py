@@ -31,7 +31,7 @@ class GpuMeter:
         self._nvml = nvml
         self._path = path
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        uuids: list[str] = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
         wanted = visible_devices(uuids, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._devices = {uuids[index]: handles[index] for index in wanted}
 
@@ -101,7 +101,3 @@ def visible_devices(uuids: Sequence[str], setting: str | None) -> list[int]:
             break
         shown.append(found[0])
     return shown
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
