@@ -31,6 +31,15 @@ def test_openhands_gets_text_files_as_an_option_and_directories_as_skills(
     assert agent.skills == (tmp_path / "profiling",)
 
 
+@pytest.mark.parametrize("setting", ['skills = ["gone"]', 'system_prompt_file = "gone"'])
+def test_a_file_that_does_not_exist_is_refused_by_its_key_before_a_rollout_could_miss_it(
+    tmp_path: Path, setting: str
+) -> None:
+    key = setting.split(" ")[0]
+    with pytest.raises(ConfigError, match=rf"rollouts\.{key}: .*gone does not exist"):
+        settings_of(tmp_path, setting)
+
+
 def test_another_agent_gets_directories_alone(tmp_path: Path, skills: str) -> None:
     agent = settings_of(tmp_path, 'agent = "codex"\nskills = ["profiling"]').agent
     assert (agent.skills, dict(agent.options)) == ((tmp_path / "profiling",), {})

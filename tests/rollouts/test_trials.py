@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, run_one, write_task
 
+from pilotage.loops.rollout_files import read_rollout, write_rollout
 from pilotage.proxy import ChatCompletionsProxy
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
@@ -452,3 +453,14 @@ async def test_a_worker_that_dies_costs_its_trials_one_attempt(task: Task, tmp_p
 
     assert (rollout.outcome, rollout.attempt) == (Outcome.COMPLETED, 1)
     assert [holding for holding in Register().holdings() if str(tmp_path) in holding.tree] == []
+
+
+async def test_a_rollout_that_was_tried_again_is_written_with_what_its_first_try_cost(
+    task: Task, tmp_path: Path
+) -> None:
+    rollout = await run(task, HAND_IN, agent=openhands(system_prompt_file=str(tmp_path / "gone")))
+    assert (rollout.outcome, rollout.attempt) == (Outcome.ENVIRONMENT_ERROR, 1)
+    write_rollout(tmp_path / "rollout.json.gz", rollout)
+    found = read_rollout(tmp_path / "rollout.json.gz")
+    assert found.discarded_tokens == {"environment_error": 0}
+    assert found.failure == rollout.failure

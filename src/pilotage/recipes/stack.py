@@ -46,6 +46,12 @@ class Stack:
 
 
 def _agent(settings: RolloutSettings) -> AgentChoice:
+    prompt = settings.system_prompt_file
+    named = [("skills", skill) for skill in settings.skills]
+    named += [] if prompt is None else [("system_prompt_file", prompt)]
+    for key, path in named:
+        if not path.exists():
+            raise ConfigError(f"rollouts.{key}: {path} does not exist")
     directories = tuple(skill for skill in settings.skills if skill.is_dir())
     texts = [str(skill) for skill in settings.skills if not skill.is_dir()]
     if settings.agent != "openhands":
@@ -63,8 +69,8 @@ def _agent(settings: RolloutSettings) -> AgentChoice:
     if settings.mcp_servers:
         servers = settings.mcp_servers.items()
         options["driver_mcp_servers"] = {name: server.model_dump() for name, server in servers}
-    if settings.system_prompt_file is not None:
-        options["system_prompt_file"] = str(settings.system_prompt_file)
+    if prompt is not None:
+        options["system_prompt_file"] = str(prompt)
     return AgentChoice(name=OPENHANDS_AGENT, options=options, route=settings.agent_route, skills=directories)
 
 

@@ -122,7 +122,7 @@ class HarborRunner:
                 rollout = await self._attempt(request, attempt)
                 if attempt >= OUTCOME_RULES[rollout.outcome].max_retries:
                     return replace(rollout, discarded_tokens=dict(discarded))
-                discarded[rollout.outcome] += rollout.trajectory.sampled_tokens
+                discarded[rollout.outcome.value] += rollout.trajectory.sampled_tokens
                 attempt += 1
 
     async def _attempt(self, request: RolloutRequest, attempt: int) -> Rollout:
