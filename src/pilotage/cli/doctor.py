@@ -9,11 +9,11 @@ import gc
 import json
 import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 from pilotage.ops.doctor.findings import Finding, Severity, in_order
+from pilotage.processes import KillablePool
 from pilotage.recipes import Recipe, load_recipe
 
 _MARKS = {Severity.OK: "ok", Severity.SKIPPED: "-", Severity.WARNING: "warn", Severity.ERROR: "ERROR"}
@@ -44,13 +44,12 @@ def _remove_leftovers(runs: Path) -> list[str]:
 async def _look(runs: Path, recipe: Recipe | None) -> list[Finding]:
     loop, context = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
     # Collecting garbage between imports finds none, and takes a sixth of their time.
-    with ProcessPoolExecutor(max_workers=2, mp_context=context, initializer=gc.disable) as pool:
+    with KillablePool(max_workers=2, mp_context=context, initializer=gc.disable) as pool:
         looks = [loop.run_in_executor(pool, _check_driver, runs, recipe)]
         if recipe is not None:
             looks.insert(0, loop.run_in_executor(pool, _check_policy, recipe))
         findings = [finding for found in await asyncio.gather(*looks) for finding in found]
-        for process in multiprocessing.active_children():
-            process.kill()  # they hold nothing; the end of an interpreter with torch takes two seconds
+        pool.kill_workers()  # the end of an interpreter with torch takes two seconds
     return findings
 
 

@@ -4,7 +4,9 @@ import asyncio
 import multiprocessing
 import signal
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor
+
+from pilotage.processes import KillablePool
 
 
 class Workers:
@@ -49,19 +51,18 @@ class WorkerProcesses(Workers):
     """Workers in processes of their own."""
 
     def __init__(self, count: int) -> None:
-        self._others = set(multiprocessing.active_children())
+        self._count = count
+        super().__init__(self._start)
+
+    def _start(self) -> Executor:
         context = multiprocessing.get_context("spawn")
-
-        def make() -> Executor:
-            return ProcessPoolExecutor(count, mp_context=context, initializer=_ignore_interrupts)
-
-        super().__init__(make)
+        self._pool = KillablePool(self._count, mp_context=context, initializer=_ignore_interrupts)
+        return self._pool
 
     def close(self) -> None:
         """End the processes, whatever they read: they hold nothing, and nobody waits for them."""
-        super().close()
-        for process in set(multiprocessing.active_children()) - self._others:
-            process.kill()
+        self._is_closed = True
+        self._pool.kill_workers()
 
 
 def _ignore_interrupts() -> None:
