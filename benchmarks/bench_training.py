@@ -9,12 +9,14 @@ Lengths are those of OpenHands with its default prompt and three tools, 6,000 to
 turns of 80 sampled and 460 answered, all divided by eight to suit a tiny policy on a CPU: the ratios of
 lengths stay.
 
-    python benchmarks/bench_training.py
+    python benchmarks/bench_training.py [--hidden 512 --ways merged]
 """
 
 import argparse
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,10 +24,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pilotage.engine.gradients import Totals, propagate
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
-from pilotage.engine.micro_batches import pack, split
+from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.tree_attention import enable_trees
@@ -36,6 +39,7 @@ SYSTEM, ISSUE, SAMPLED, OUTPUT = 750, 50, 10, 58
 GROUP_SIZE = 8
 BUDGET_TOKENS = 16_384
 LOSS = LossConfig(policy_loss=PolicyLoss.GRPO, clip_low=0.2, clip_high=0.2)
+WAYS = ("calls", "merged")
 _MODEL = Path(__file__).resolve().parents[1] / "recipes" / "demo" / "policy"
 
 
@@ -94,15 +98,38 @@ def calls_of(sample: Sample) -> list[Sample]:
 def rows_of(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Return micro-batches of padded rows; one of calls may be part of a rollout, which GRPO allows."""
     alone = [replace(sample, sequence_id=str(index)) for index, sample in enumerate(samples)]
-    return split(alone, budget_tokens=BUDGET_TOKENS)
+    return split(alone, trees=False)
+
+
+def split(samples: Sequence[Sample], *, trees: bool) -> list[list[Sample]]:
+    """Return the samples of each pass."""
+    return [samples_of(each) for each in passes(samples, budget_tokens=BUDGET_TOKENS, trees=trees)]
+
+
+def write_wide(directory: Path, hidden: int) -> None:
+    """Write a Qwen3 of eight layers with random weights; the larger, the less of its time is attention."""
+    config = AutoConfig.from_pretrained(_MODEL)
+    config.update(
+        {
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 64,
+            "num_hidden_layers": 8,
+            "layer_types": ["full_attention"] * 8,
+        }
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    shutil.copy(_MODEL / "tokenizer.json", directory)
 
 
 class Bench:
     """One module for padded rows and one for trees."""
 
-    def __init__(self) -> None:
-        self.plain = load_module(_MODEL, device=torch.device("cpu"))
-        self.packed = load_module(_MODEL, device=torch.device("cpu"))
+    def __init__(self, model: Path) -> None:
+        self.plain = load_module(model, device=torch.device("cpu"))
+        self.packed = load_module(model, device=torch.device("cpu"))
         assert enable_trees(self.packed)
 
     def rows(self, samples: Sequence[Sample], counts: Denominators) -> int:
@@ -120,7 +147,7 @@ class Bench:
         """Add the gradient of packed trees; returns distinct tokens."""
         self.packed.zero_grad()
         tokens = 0
-        for part in pack(samples, budget_tokens=BUDGET_TOKENS):
+        for part in split(samples, trees=True):
             tree = PrefixTree.of([s.token_ids for s in part], [s.loss_mask for s in part])
             _propagate(tree_logprobs(self.packed, tree, temperature=1.0), part, counts)
             tokens += tree.num_tokens
@@ -149,16 +176,17 @@ def timed(work: Callable[[], int]) -> tuple[float, int]:
     return time.perf_counter() - started, tokens
 
 
-def measure(bench: Bench, turns: int, groups: int, repeats: int) -> None:
-    """Print one line of the table."""
+def measure(bench: Bench, chosen: Sequence[str], *, turns: int, groups: int, repeats: int) -> None:
+    """Print one line of the table; `tree` comes last, whose gradient is compared with the way before."""
     merged = rollouts(groups, turns)
     calls = [call for sample in merged for call in calls_of(sample)]
     counts = Denominators.of(merged)
-    ways: dict[str, Callable[[], int]] = {
+    known: dict[str, Callable[[], int]] = {
         "calls": lambda: bench.rows(calls, counts),
         "merged": lambda: bench.rows(merged, counts),
         "tree": lambda: bench.tree(merged, counts),
     }
+    ways = {name: work for name, work in known.items() if name in {*chosen, "tree"}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
     for repeat in range(repeats):
@@ -171,9 +199,13 @@ def measure(bench: Bench, turns: int, groups: int, repeats: int) -> None:
     print(
         f"{turns:5} {groups:3}x{GROUP_SIZE}  {counts.trained_tokens:8}  "
         + "  ".join(f"{name} {tokens[name]:9} tok {medians[name]:8.2f} s" for name in ways)
-        + f"   over calls {medians['calls'] / medians['tree']:5.1f}x  over merged"
-        f" {medians['merged'] / medians['tree']:4.2f}x  tokens {tokens['calls'] / tokens['tree']:5.1f}x"
-        f" {tokens['merged'] / tokens['tree']:4.2f}x  gradients {bench.difference():.1e}",
+        + "".join(
+            f"   over {name} {medians[name] / medians['tree']:5.2f}x,"
+            f" tokens {tokens[name] / tokens['tree']:5.2f}x"
+            for name in ways
+            if name != "tree"
+        )
+        + f"   gradients {bench.difference():.1e}",
         flush=True,
     )
 
@@ -184,13 +216,22 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 4, 10, 30])
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--hidden", type=int, help="width of a policy with random weights; default: the demo's"
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    bench = Bench()
+    with tempfile.TemporaryDirectory() as directory:
+        model = _MODEL
+        if arguments.hidden is not None:
+            model = Path(directory)
+            write_wide(model, arguments.hidden)
+        bench = Bench(model)
     bench.tree(rollouts(1, 1), Denominators.of(rollouts(1, 1)))  # the first pass pays for allocations
     bench.rows(rollouts(1, 1), Denominators.of(rollouts(1, 1)))
     for turns in arguments.turns:
-        measure(bench, turns, arguments.groups, arguments.repeats)
+        measure(bench, arguments.ways, turns=turns, groups=arguments.groups, repeats=arguments.repeats)
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 

@@ -12,11 +12,11 @@ from tests.engine.models import write_model
 from transformers import PreTrainedModel, Qwen2Config
 
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
-from pilotage.engine.micro_batches import pack, split
+from pilotage.engine.micro_batches import cost, passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.trainer import TorchTrainer
-from pilotage.engine.tree_attention import enable_trees
+from pilotage.engine.tree_attention import enable_trees, flex_tree_attention, spanwise_attention
 from pilotage.types import LossConfig, PolicyLoss, Sample, TokenIds, token_ids
 
 CPU = torch.device("cpu")
@@ -58,20 +58,17 @@ def test_every_distinct_beginning_is_in_the_row_once_behind_the_tokens_that_lead
     rows: list[tuple[TokenIds, np.ndarray]],
 ) -> None:
     tree = PrefixTree.of([ids for ids, _ in rows], [mask for _, mask in rows])
-    pieces = np.split(tree.token_ids_T, np.cumsum(tree.sizes)[:-1])
+    tokens = tree.token_ids_T.tolist()
     found: list[tuple[int, ...]] = []
-    where: list[tuple[int, ...]] = []
-    for number, node in enumerate(tree.nodes):
-        assert all(above < number for above in node.path)
-        before = [token for above in node.path for token in pieces[above].tolist()]
-        for size in range(1, node.size + 1):
-            found.append((*before, *pieces[number][:size].tolist()))
-            where.append(found[-1])
+    for span in tree.spans:
+        above = [other for other in tree.spans if other.end <= span.start < other.end_below]
+        before = [token for other in above for token in tokens[other.start : other.end]]
+        found += [(*before, *tokens[span.start : end]) for end in range(span.start + 1, span.end + 1)]
     assert len(found) == len(set(found)) == tree.num_tokens
     assert set(found) == contexts_of(rows)
-    assert tree.positions_T.tolist() == [len(beginning) - 1 for beginning in where]
+    assert tree.positions_T.tolist() == [len(beginning) - 1 for beginning in found]
     expected = [tuple(ids[:at].tolist()) for ids, mask in rows for at in mask.nonzero()[0]]
-    assert [where[index] for index in tree.predictors_n] == expected
+    assert [found[index] for index in tree.predictors_n] == expected
     assert tree.targets_n.tolist() == [token for ids, mask in rows for token in ids[mask].tolist()]
 
 
@@ -95,6 +92,21 @@ def test_log_probs_and_gradients_are_those_of_single_rows(
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@given(rows=batches())
+@settings(max_examples=25, deadline=None)
+def test_the_block_mask_of_an_accelerator_sees_what_the_spans_of_a_cpu_see(
+    rows: list[tuple[TokenIds, np.ndarray]],
+) -> None:
+    tree = PrefixTree.of([ids for ids, _ in rows], [mask for _, mask in rows])
+    torch.manual_seed(0)
+    query = torch.randn(1, 4, tree.num_tokens, 16)
+    key, value = (torch.randn(1, 2, tree.num_tokens, 16) for _ in range(2))
+    flex = flex_tree_attention(tree, CPU, compiled=False)
+    torch.testing.assert_close(
+        flex(query, key, value, 0.3), spanwise_attention(tree)(query, key, value, 0.3), atol=1e-5, rtol=1e-5
+    )
 
 
 def rollouts(*, groups: int, size: int, prompt: int, sampled: int) -> list[Sample]:
@@ -125,15 +137,19 @@ def rollouts(*, groups: int, size: int, prompt: int, sampled: int) -> list[Sampl
 @pytest.mark.parametrize("budget", [40, 100, 10_000])
 def test_packs_keep_rollouts_whole_and_forward_less_than_rows_under_the_same_budget(budget: int) -> None:
     samples = rollouts(groups=3, size=4, prompt=20, sampled=10)
-    packs = pack(samples, budget_tokens=budget)
+    packs = [samples_of(each) for each in passes(samples, budget_tokens=budget, trees=True)]
     assert sorted(map(id, (s for each in packs for s in each))) == sorted(map(id, samples))
     homes = [{s.sequence_id for s in each} for each in packs]
     assert sum(map(len, homes)) == len(set().union(*homes)) == 12
     trees = [PrefixTree.of([s.token_ids for s in each], [s.loss_mask for s in each]) for each in packs]
     assert all(tree.num_tokens <= budget or len(home) == 1 for tree, home in zip(trees, homes, strict=True))
+    # What a pass costs counts the last trained token of each sample, which is not forwarded.
+    for each, tree in zip(passes(samples, budget_tokens=budget, trees=True), trees, strict=True):
+        assert cost(each, trees=True) - sum(len(r.samples) for r in each) == tree.num_tokens
     assert sum(tree.num_tokens for tree in trees) < sum(s.token_ids.size for s in samples)
-    assert len(packs) <= len(split(samples, budget_tokens=budget))
-    assert pack(samples[::-1], budget_tokens=budget) == packs
+    assert len(packs) <= len(passes(samples, budget_tokens=budget, trees=False))
+    again = passes(samples[::-1], budget_tokens=budget, trees=True)
+    assert [samples_of(each) for each in again] == packs
 
 
 @pytest.mark.parametrize("policy_loss", [PolicyLoss.GRPO, PolicyLoss.GSPO])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pilotage.engine import LocalEngine
 from pilotage.engine.logprobs import project
-from pilotage.engine.micro_batches import split
+from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.trainer import TorchTrainer
 from pilotage.errors import TrainerError
@@ -133,9 +133,9 @@ def test_how_a_batch_is_split_changes_neither_loss_nor_gradient(
 
 
 def test_micro_batches_hold_whole_rollouts_of_like_length_within_the_budget() -> None:
-    micro_batches = split(batch(), budget_tokens=40)
+    micro_batches = passes(batch(), budget_tokens=40, trees=False)
 
-    names = [[sample.sequence_id for sample in micro_batch] for micro_batch in micro_batches]
+    names = [[sample.sequence_id for sample in samples_of(each)] for each in micro_batches]
     # by longest branch: c 4, d 12 + 12, a 9 + 17, e 21, b 30; three of padded length 12 are 36 tokens
     assert names == [["c", "d", "d"], ["a", "a"], ["e"], ["b"]]
 

@@ -10,11 +10,30 @@ from transformers import PreTrainedModel
 
 from pilotage.engine.modules import PLAIN_DECODERS
 from pilotage.engine.prefix_tree import PrefixTree
-from pilotage.engine.tree_attention import TreeMasks
+from pilotage.engine.tree_attention import attention_over
 from pilotage.types import Mask, TokenIds
 
 _CHUNK_LOGITS = 1 << 24
 """Logits held at a time, 64 MiB in float32; more is computed in chunks, again in the backward pass."""
+
+
+def batch_logprobs(
+    module: PreTrainedModel,
+    ids: Sequence[TokenIds],
+    masks: Sequence[Mask],
+    *,
+    temperature: float,
+    as_tree: bool,
+) -> tuple[Tensor, int]:
+    """Return [n] log-probs of the masked tokens, sample after sample, and how many tokens were forwarded.
+
+    Args:
+        as_tree: whether as one prefix tree; the module is then one that `enable_trees` has prepared.
+    """
+    if as_tree:
+        tree = PrefixTree.of(ids, masks)
+        return tree_logprobs(module, tree, temperature=temperature), tree.num_tokens
+    return trained_logprobs(module, ids, masks, temperature=temperature), sum(array.size for array in ids)
 
 
 def trained_logprobs(
@@ -54,7 +73,7 @@ def tree_logprobs(module: PreTrainedModel, tree: PrefixTree, *, temperature: flo
             (1, 1, 1, 1), device=module.device
         ),  # made already: none of T x T is wanted
         use_cache=False,
-        tree=TreeMasks(tree, module.device),
+        tree=attention_over(tree, module.device),
     ).last_hidden_state[0]
     predictors_n = torch.from_numpy(tree.predictors_n).to(module.device)
     targets_n = torch.from_numpy(tree.targets_n).to(module.device)

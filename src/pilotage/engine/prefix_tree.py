@@ -2,7 +2,7 @@
 
 All samples of a step share the system prompt, those of a group the task, branches of a rollout their common
 turns. A token's hidden state depends on the tokens before it and on nothing else, so where two samples agree
-from the start it is the same number. The tree is packed into one row: node after node, parents first, each
+from the start it is the same number. The tree is packed into one row: node after node, depth first, each
 token at the position that it has in its samples. A token sees its node up to itself and the nodes above.
 """
 
@@ -19,12 +19,13 @@ type _Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """Tokens that exactly the same samples have in common, as a piece of the packed row."""
+class Span:
+    """A node: tokens that exactly the same samples have in common, as a piece of the packed row."""
 
-    size: int
-    path: tuple[int, ...]
-    """The nodes above it, the root first."""
+    start: int
+    end: int
+    end_below: int
+    """Where what is below the node ends, which begins at `end`; `end` itself for a leaf."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +38,8 @@ class PrefixTree:
 
     token_ids_T: _Indices
     positions_T: _Indices
-    nodes: tuple[Node, ...]
+    spans: tuple[Span, ...]
+    """The nodes in the order of the row: depth first, each before what is below it."""
     predictors_n: _Indices
     """For every trained token, sample after sample, where in the row the token before it is."""
     targets_n: _Indices
@@ -48,14 +50,14 @@ class PrefixTree:
         """Merge sequences, each with at least one trained token, none of them its first."""
         contexts = [array[: int(mask.nonzero()[0][-1])] for array, mask in zip(ids, masks, strict=True)]
         places: list[_Indices] = [np.zeros(context.size, np.int64) for context in contexts]
-        nodes: list[Node] = []
+        starts: list[tuple[int, int]] = []
         tokens: list[TokenIds] = []
         positions: list[_Indices] = []
         size = 0
         order = sorted(range(len(contexts)), key=lambda index: sort_key(contexts[index]))
-        pending: list[tuple[list[int], int, tuple[int, ...]]] = [(order, 0, ())]
+        pending: list[tuple[list[int], int]] = [(order, 0)]
         while pending:
-            members, depth, path = pending.pop()
+            members, depth = pending.pop()
             first, last = contexts[members[0]], contexts[members[-1]]
             end = shared_size(first, last)  # in sorted order nobody in between differs earlier
             if end > depth:
@@ -64,14 +66,13 @@ class PrefixTree:
                     places[member][depth:end] = span
                 tokens.append(first[depth:end])
                 positions.append(np.arange(depth, end))
+                starts.append((size, depth))
                 size += end - depth
-                path = (*path, len(nodes))
-                nodes.append(Node(size=end - depth, path=path[:-1]))
-            pending += [(group, end, path) for group in _by_next_token(contexts, members, end)]
+            pending += [(group, end) for group in _by_next_token(contexts, members, end)]
         return cls(
             token_ids_T=np.concatenate(tokens).astype(np.int64),
             positions_T=np.concatenate(positions),
-            nodes=tuple(nodes),
+            spans=_spans(starts, size),
             predictors_n=np.concatenate(
                 [place[mask.nonzero()[0] - 1] for place, mask in zip(places, masks, strict=True)]
             ),
@@ -86,9 +87,9 @@ class PrefixTree:
         return self.token_ids_T.size
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """Tokens of each node."""
-        return [node.size for node in self.nodes]
+    def ends_below_T(self) -> _Indices:
+        """For each token, where the tokens that may see it end."""
+        return np.repeat([s.end_below for s in self.spans], [s.end - s.start for s in self.spans])
 
 
 def sort_key(token_ids: TokenIds) -> bytes:
@@ -101,6 +102,20 @@ def shared_size(one: TokenIds, other: TokenIds) -> int:
     size = min(one.size, other.size)
     differs = one[:size] != other[:size]
     return int(differs.argmax()) if differs.any() else size
+
+
+def _spans(starts: Sequence[tuple[int, int]], size: int) -> tuple[Span, ...]:
+    """Return nodes from where each starts in the row and in its samples; the row has `size` tokens."""
+    spans: list[Span] = []
+    following: list[tuple[int, int]] = [(size, -1)]
+    end = size
+    for start, depth in reversed(starts):
+        while following[-1][1] > depth:  # what starts deeper is below this node
+            following.pop()
+        spans.append(Span(start=start, end=end, end_below=following[-1][0]))
+        following.append((start, depth))
+        end = start
+    return tuple(reversed(spans))
 
 
 def _by_next_token(contexts: Sequence[TokenIds], members: Sequence[int], depth: int) -> list[list[int]]:

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
-from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
-from pilotage.engine.micro_batches import pack, split
+from pilotage.engine.logprobs import batch_logprobs, trained_logprobs
+from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
-from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.tree_attention import enable_trees
 from pilotage.errors import TrainerError
 from pilotage.types import (
@@ -183,15 +182,12 @@ class TorchTrainer:
 
     def _split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Split a batch into micro-batches of whole rollouts."""
-        return (pack if self._takes_trees else split)(samples, budget_tokens=self._micro_batch_tokens)
+        split = passes(samples, budget_tokens=self._micro_batch_tokens, trees=self._takes_trees)
+        return [samples_of(rollouts) for rollouts in split]
 
     def _forward(
         self, module: PreTrainedModel, samples: Sequence[Sample], temperature: float
     ) -> tuple[Tensor, int]:
         """Return [n] log-probs of the trained tokens, and how many tokens were forwarded for them."""
         ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
-        if self._takes_trees:
-            tree = PrefixTree.of(ids, masks)
-            return tree_logprobs(module, tree, temperature=temperature), tree.num_tokens
-        forwarded_tokens = sum(array.size for array in ids)
-        return trained_logprobs(module, ids, masks, temperature=temperature), forwarded_tokens
+        return batch_logprobs(module, ids, masks, temperature=temperature, as_tree=self._takes_trees)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pilotage.engine.checkpoint import Manifest, write_checkpoint
-from pilotage.engine.distributed.packing import MicroBatch, plan
+from pilotage.engine.distributed.packing import plan
 from pilotage.engine.distributed.sharded_checkpoint import ShardedState
 from pilotage.engine.distributed.sharding import (
     LoraOptions,
@@ -49,7 +49,7 @@ class TrainerOptions:
     """How a sharded trainer computes."""
 
     micro_batch_tokens: int = 8192
-    """Padded tokens of one pass of one rank."""
+    """Tokens of one pass of one rank: distinct ones where layers take prefix trees, else padded ones."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations and gathered weights; master weights and gradients are float32."""
     recompute_activations: bool = True
@@ -123,18 +123,19 @@ class FsdpTrainer:
         counts = Denominators.of(trained)
         share = self._hand_out(trained, denominators=denominators or counts)
         totals = Totals()
+        forwarded_tokens = 0
         try:
             for micro_batch in share.micro_batches:
-                self._add_gradient(micro_batch, loss, share, totals)
+                forwarded_tokens += self._add_gradient(micro_batch, loss, share, totals)
         except BaseException:
             self.discard()
             raise
         self._num_backwards += 1
-        parts = self._gather(totals)
+        parts = self._gather((totals, forwarded_tokens))
         if parts is None:
             return None
-        forwarded = sum(sample.token_ids.size for sample in trained)
-        return summarise(Totals.of(parts), loss, counts, forwarded_tokens=forwarded)
+        totals_of_ranks, tokens_of_ranks = zip(*parts, strict=True)
+        return summarise(Totals.of(totals_of_ranks), loss, counts, forwarded_tokens=sum(tokens_of_ranks))
 
     def forward(self, samples: Sequence[Sample] | None, *, temperature: float) -> list[_Floats32] | None:
         """Return on rank 0, for each sample, [L] log-probs of its trained tokens, 0 elsewhere."""
@@ -143,19 +144,20 @@ class FsdpTrainer:
         scored: list[list[_Floats32]] = []
         for micro_batch in share.micro_batches:
             with torch.no_grad():
-                values = self._score(self._scorer, micro_batch, temperature).float().cpu().numpy()
+                logprobs, _ = self._score(self._scorer, micro_batch, temperature)
+            values = logprobs.float().cpu().numpy()
             ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
             scored.append(np.split(values, ends[:-1]) if micro_batch else [])
         parts = self._gather(scored)
         if parts is None:
             return None
         values_of = {
-            index: values
-            for rank, micro_batches in enumerate(self._plan(trained))
-            for number, indices in enumerate(micro_batches)
-            for index, values in zip(indices, parts[rank][number], strict=True)
+            id(sample): values
+            for of_rank, scored_of_rank in zip(self._plan(trained), parts, strict=True)
+            for micro_batch, of_pass in zip(of_rank, scored_of_rank, strict=True)
+            for sample, values in zip(micro_batch, of_pass, strict=True)
         }
-        return align(samples or (), [values_of[index] for index in range(len(trained))])
+        return align(samples or (), [values_of[id(sample)] for sample in trained])
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip to the norm over all ranks, apply and clear the accumulated gradient.
@@ -238,8 +240,13 @@ class FsdpTrainer:
     def _shard(self, module: PreTrainedModel, *, recompute: bool) -> Scorer:
         return shard(module, self._mesh, compute_dtype=self._options.dtype, recompute=recompute)
 
-    def _plan(self, trained: Sequence[Sample]) -> list[list[MicroBatch]]:
-        return plan(trained, num_ranks=dist.get_world_size(), budget_tokens=self._options.micro_batch_tokens)
+    def _plan(self, trained: Sequence[Sample]) -> list[list[list[Sample]]]:
+        return plan(
+            trained,
+            num_ranks=dist.get_world_size(),
+            budget_tokens=self._options.micro_batch_tokens,
+            trees=self._scorer.takes_trees,
+        )
 
     def _hand_out(self, trained: Sequence[Sample], *, denominators: Denominators) -> _Share:
         """Scatter a batch from rank 0."""
@@ -247,7 +254,7 @@ class FsdpTrainer:
         if self.is_lead:
             shares = [
                 _Share(
-                    micro_batches=[[trained[index] for index in indices] for indices in micro_batches],
+                    micro_batches=micro_batches,
                     denominators=denominators,
                     needs_reference=any(sample.reference_logprobs is None for sample in trained),
                 )
@@ -274,23 +281,24 @@ class FsdpTrainer:
             raise received
         return received
 
-    def _add_gradient(self, samples: list[Sample], loss: LossConfig, share: _Share, totals: Totals) -> None:
-        """Run one pass forward and back; without samples, with a gradient of 0."""
+    def _add_gradient(self, samples: list[Sample], loss: LossConfig, share: _Share, totals: Totals) -> int:
+        """Run one pass forward and back; without samples, with a gradient of 0. Returns tokens forwarded."""
         reference: NDArray[np.float64] | None = None
         if loss.kl_coef:
             reference = self._reference_logprobs(samples, loss.temperature, share.needs_reference)
-        logprobs = self._score(self._scorer, samples, loss.temperature)
-        if samples:
-            propagate(
-                logprobs,
-                samples,
-                loss,
-                denominators=share.denominators,
-                reference_logprobs_n=reference,
-                totals=totals,
-            )
-        else:
+        logprobs, forwarded_tokens = self._score(self._scorer, samples, loss.temperature)
+        if not samples:
             logprobs.backward(torch.zeros_like(logprobs))
+            return 0
+        propagate(
+            logprobs,
+            samples,
+            loss,
+            denominators=share.denominators,
+            reference_logprobs_n=reference,
+            totals=totals,
+        )
+        return forwarded_tokens
 
     def _reference_logprobs(
         self, samples: list[Sample], temperature: float, is_computed: bool
@@ -302,8 +310,8 @@ class FsdpTrainer:
         computed = np.zeros(sum(sample.trained_tokens for sample in samples))
         if is_computed:
             with torch.no_grad():
-                values = to_numpy(self._score(self._frozen_reference(), samples, temperature))
-            computed = values[: computed.size]
+                logprobs, _ = self._score(self._frozen_reference(), samples, temperature)
+            computed = to_numpy(logprobs)[: computed.size]
         parts = np.split(computed, np.cumsum([sample.trained_tokens for sample in samples])[:-1])
         brought = [
             part if sample.reference_logprobs is None else sample.reference_logprobs[sample.loss_mask]
@@ -319,8 +327,8 @@ class FsdpTrainer:
             self._reference = self._shard(module, recompute=False)
         return self._reference
 
-    def _score(self, scorer: Scorer, samples: list[Sample], temperature: float) -> Tensor:
-        """Return [n] log-probs of trained tokens; without samples that of one token, so as to take part."""
+    def _score(self, scorer: Scorer, samples: list[Sample], temperature: float) -> tuple[Tensor, int]:
+        """See `batch_logprobs`; without samples, of one token, so as to take part."""
         ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
         if not samples:
             ids, masks = [_NO_TOKEN[0]], [_NO_TOKEN[1]]

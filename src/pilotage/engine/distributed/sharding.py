@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pilotage.engine.logprobs import trained_logprobs
+from pilotage.engine.logprobs import batch_logprobs
+from pilotage.engine.tree_attention import enable_trees
 from pilotage.errors import ConfigError
 from pilotage.types import Mask, TokenIds
 
@@ -51,11 +52,16 @@ class Scorer(nn.Module):
     def __init__(self, module: PreTrainedModel) -> None:
         super().__init__()
         self.module = module
+        self.takes_trees = enable_trees(module)
 
-    def forward(self, ids: Sequence[TokenIds], masks: Sequence[Mask], temperature: float) -> Tensor:
-        """See `trained_logprobs`."""
-        # A copy, because FSDP2's hooks do not survive on a view.
-        return trained_logprobs(self.module, ids, masks, temperature=temperature).clone()
+    def forward(
+        self, ids: Sequence[TokenIds], masks: Sequence[Mask], temperature: float
+    ) -> tuple[Tensor, int]:
+        """See `batch_logprobs`."""
+        logprobs_n, forwarded_tokens = batch_logprobs(
+            self.module, ids, masks, temperature=temperature, as_tree=self.takes_trees
+        )
+        return logprobs_n.clone(), forwarded_tokens  # a copy, because FSDP2's hooks do not survive on a view
 
 
 def shard(
