@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pilotage.errors import TrainerError
-from pilotage.loops import LoopSettings, RunDirectory, SynchronousLoop
+from pilotage.loops import LoopSettings, RunDirectory, TrainingLoop
 from pilotage.trackers import TrackedRun, TrackerName, open_trackers
 from pilotage.types import (
     OUTCOME_RULES,
@@ -226,7 +226,7 @@ class Rig:
                 lambda name, message: failures.append((name, message)),
             ) as sinks,
         ):
-            loop = SynchronousLoop(
+            loop = TrainingLoop(
                 trainer=self.trainer,
                 runner=self.runner,
                 run=run,

@@ -1,4 +1,4 @@
-"""What a step works on is a function of the seed and the step alone."""
+"""What a group works on is a function of the seed and its number alone."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pilotage.loops import LoopSettings
-from pilotage.loops.synchronous import evaluation_requests, rollout_seed, tasks_of_step, train_requests
+from pilotage.loops.requests import evaluation_requests, group_requests, rollout_seed, task_of_group
 from pilotage.types import LossConfig, Outcome, SamplingParams, Task
 
 
@@ -17,15 +17,10 @@ def make_tasks(count: int) -> list[Task]:
 
 
 @settings(deadline=None)
-@given(count=st.integers(1, 7), per_step=st.integers(1, 9), seed=st.integers(0, 2**40))
-def test_each_epoch_holds_every_task_once(count: int, per_step: int, seed: int) -> None:
+@given(count=st.integers(1, 7), epochs=st.integers(1, 5), seed=st.integers(0, 2**40))
+def test_each_epoch_holds_every_task_once(count: int, epochs: int, seed: int) -> None:
     tasks = make_tasks(count)
-    row = [
-        task.id
-        for step in range(1, 3 * count + 1)
-        for task in tasks_of_step(tasks, step=step, per_step=per_step, seed=seed)
-    ]
-    assert len(row) == 3 * count * per_step
+    row = [task_of_group(tasks, number, seed=seed).id for number in range(count * epochs)]
     for start in range(0, len(row), count):
         assert sorted(row[start : start + count]) == sorted(task.id for task in tasks)
 
@@ -33,24 +28,14 @@ def test_each_epoch_holds_every_task_once(count: int, per_step: int, seed: int) 
 def test_epochs_are_shuffled_and_seeds_differ() -> None:
     tasks = make_tasks(20)
     rows = {
-        tuple(task.id for task in tasks_of_step(tasks, step=step, per_step=20, seed=seed))
-        for step in (1, 2, 3)
+        tuple(task_of_group(tasks, 20 * epoch + index, seed=seed).id for index in range(20))
+        for epoch in range(3)
         for seed in (0, 1)
     }
     assert len(rows) == 6
 
 
-@settings(deadline=None)
-@given(step=st.integers(1, 50), seed=st.integers(0, 99))
-def test_a_step_is_the_same_whatever_was_asked_before(step: int, seed: int) -> None:
-    settings = LoopSettings(seed=seed, tasks_per_step=3, group_size=2)
-    tasks = make_tasks(5)
-    first = train_requests(tasks, settings=settings, step=step)
-    train_requests(tasks, settings=settings, step=step + 1)
-    assert train_requests(make_tasks(5), settings=settings, step=step) == first
-
-
-def test_a_step_asks_for_groups_of_one_task_with_seeds_of_their_own() -> None:
+def test_groups_are_of_one_task_and_named_after_where_they_stand_with_seeds_of_their_own() -> None:
     settings = LoopSettings(
         seed=3,
         tasks_per_step=2,
@@ -58,7 +43,7 @@ def test_a_step_asks_for_groups_of_one_task_with_seeds_of_their_own() -> None:
         sampling=SamplingParams(temperature=0.7),
         loss=LossConfig(temperature=0.7),
     )
-    requests = train_requests(make_tasks(4), settings=settings, step=2)
+    requests = [r for number in (2, 3) for r in group_requests(make_tasks(4), number, settings=settings)]
     assert [request.id for request in requests] == [
         f"step-0002-{group:02d}-{index:02d}" for group in range(2) for index in range(3)
     ]

@@ -1,11 +1,14 @@
 """The run directory: what it refuses, what survives a kill, what a rewind forgets."""
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +19,16 @@ from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line
 from pilotage.loops import RunDirectory, read_rollout
 from pilotage.loops.run_directory import config_digest
-from pilotage.types import Outcome, Rollout, RolloutFailure, Trajectory
+from pilotage.types import (
+    Outcome,
+    Reward,
+    Rollout,
+    RolloutFailure,
+    RolloutRequest,
+    SamplingParams,
+    Task,
+    Trajectory,
+)
 
 CONFIG = {"name": "demo", "loop": {"seed": 0, "num_steps": 5}}
 HOLD = """
@@ -183,7 +195,9 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
     assert run.newest_checkpoint() == 10_000
 
 
-def test_a_rewind_forgets_what_came_after_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_rewind_forgets_records_and_evaluations_that_came_after_and_keeps_rollouts_to_train_on(
+    tmp_path: Path,
+) -> None:
     with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
         for step in range(4):
             run.write({"step": step})
@@ -194,7 +208,7 @@ def test_a_rewind_forgets_what_came_after_and_keeps_the_rest(tmp_path: Path) -> 
 
         run.rewind(1)
 
-        kept = ["eval-0000-00", "eval-0001-00", "step-0000-00-00", "step-0001-00-00"]
+        kept = ["eval-0000-00", "eval-0001-00", *(f"step-{step:04d}-00-00" for step in range(4))]
         assert run.metrics() == [{"step": 0}, {"step": 1}]
         assert [path.name for path in run.rollout_files()] == [f"{name}.json.gz" for name in kept]
         assert sorted(path.name for path in (run.path / "errors").iterdir()) == [f"{n}.error" for n in kept]
@@ -202,4 +216,40 @@ def test_a_rewind_forgets_what_came_after_and_keeps_the_rest(tmp_path: Path) -> 
         assert [record["step"] for record in run.metrics()] == [0, 1, 2]
         run.rewind(-1)
         assert run.metrics() == []
-        assert run.rollout_files() == []
+        assert {path.parent.name for path in run.rollout_files()} == {f"step-{step:04d}" for step in range(4)}
+
+
+def request_of(rollout: Rollout, **changed: Any) -> RolloutRequest:
+    task = Task(id=rollout.task_id, path=Path("/t"))
+    request = RolloutRequest(id=rollout.id, group_id=rollout.group_id, task=task, sampling=SamplingParams())
+    return replace(request, **changed)
+
+
+def test_a_rollout_on_disk_is_kept_where_it_has_a_reward_and_is_of_the_same_task(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        crashed = failed("step-0001-00-00")
+        scored = replace(
+            crashed, outcome=Outcome.COMPLETED, failure=None, reward=Reward(value=1, key="r", source="s")
+        )
+        assert run.kept_rollout("step-0001", request_of(scored)) is None
+        run.add_rollout("step-0001", crashed)
+        assert run.kept_rollout("step-0001", request_of(scored)) is None
+        assert list((run.path / "errors").iterdir()) != []
+        run.add_rollout("step-0001", scored)
+        assert list((run.path / "errors").iterdir()) == []  # its second try went well
+        kept = run.kept_rollout("step-0001", request_of(scored))
+        assert kept is not None
+        assert (kept.id, kept.reward) == (scored.id, scored.reward)
+        other = Task(id="another", path=Path("/t"))
+        assert run.kept_rollout("step-0001", request_of(scored, task=other)) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1")])
+def test_a_damaged_rollout_is_run_again_and_an_event_says_so(tmp_path: Path, damage: bytes) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        rollout = failed("step-0001-00-00")
+        run.add_rollout("step-0001", rollout)
+        (run.path / "rollouts" / "step-0001" / "step-0001-00-00.json.gz").write_bytes(damage)
+        assert run.kept_rollout("step-0001", request_of(rollout)) is None
+        assert run.events()[-1]["event"] == "rollout_unreadable"
+        assert run.events()[-1]["message"].endswith("it is run again")

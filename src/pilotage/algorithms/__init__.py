@@ -9,6 +9,7 @@ from pilotage.algorithms.credit import to_samples
 from pilotage.algorithms.gap import LogprobGap, logprob_gap
 from pilotage.algorithms.groups import StepBatch, build_batch
 from pilotage.algorithms.losses import LossValue, TrainedTokens, policy_loss
+from pilotage.algorithms.staleness import mask_stale
 from pilotage.algorithms.versions import WeightsVersions
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "group_relative",
     "has_spread",
     "logprob_gap",
+    "mask_stale",
     "policy_loss",
     "to_samples",
 ]

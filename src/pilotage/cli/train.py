@@ -67,7 +67,7 @@ async def train(arguments: argparse.Namespace) -> int:
     from prometheus_client import CollectorRegistry
 
     from pilotage.cli.progress import TerminalObserver
-    from pilotage.loops import RunDirectory, SynchronousLoop
+    from pilotage.loops import RunDirectory, TrainingLoop
     from pilotage.ops.graph import write_reward_graph
     from pilotage.ops.traces import traced
     from pilotage.recipes.stack import open_stack
@@ -103,7 +103,7 @@ async def train(arguments: argparse.Namespace) -> int:
                 registry=registry,
             ) as stack,
         ):
-            loop = SynchronousLoop(
+            loop = TrainingLoop(
                 trainer=stack.engine,
                 runner=stack.runner,
                 run=run,
@@ -179,7 +179,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     """Run every held-out task once and print mean reward and outcomes."""
     from pilotage.datasets import load_tasks
     from pilotage.loops.metrics import evaluation_metrics
-    from pilotage.loops.synchronous import evaluation_requests
+    from pilotage.loops.requests import evaluation_requests
     from pilotage.rollouts.task_validation import check_tasks
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)

@@ -104,7 +104,31 @@ def _update_metrics(measured: ForwardBackwardResult, stepped: StepResult) -> dic
 def _lag_metrics(batch: StepBatch, trainer_version: int) -> dict[str, float]:
     versions = [sample.weights_versions[sample.loss_mask] for sample in batch.samples]
     tokens = np.concatenate(versions) if versions else np.array([])
-    return {"lag/mean_versions": float(trainer_version - tokens.mean())} if tokens.size else {}
+    if not tokens.size:
+        return {}
+    return {
+        "lag/mean_versions": float(trainer_version - tokens.mean()),
+        "lag/max_versions": float(trainer_version - tokens.min()),
+    }
+
+
+def _length_metrics(rollouts: Sequence[Rollout], batch: StepBatch) -> dict[str, float]:
+    """Return how many tokens rollouts sampled: all of them, those trained and those that were not.
+
+    Where rollouts are left out for being slow, long ones go first; these figures show it.
+    """
+    trained = {sample.sequence_id for sample in batch.samples}
+    record: dict[str, float] = {}
+    for name, chosen in (
+        ("sampled", rollouts),
+        ("trained", [rollout for rollout in rollouts if rollout.id in trained]),
+        ("dropped", [rollout for rollout in rollouts if rollout.id not in trained]),
+    ):
+        sizes = [rollout.trajectory.sampled_tokens for rollout in chosen]
+        if sizes:
+            median, high = np.quantile(sizes, (0.5, 0.9))
+            record |= {f"length/{name}_p50": float(median), f"length/{name}_p90": float(high)}
+    return record
 
 
 def step_metrics(
@@ -131,7 +155,7 @@ def step_metrics(
         "time/train_s": times.train_s,
         "time/publish_s": times.publish_s,
     }
-    record |= _lag_metrics(batch, trainer_version)
+    record |= _lag_metrics(batch, trainer_version) | _length_metrics(rollouts, batch)
     return record | (_update_metrics(*update) if update is not None else {})
 
 

@@ -1,13 +1,14 @@
 """A run on disk. Killed at any instruction, it can be resumed from its newest whole checkpoint.
 
 config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
-rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/
+rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/, step-0010.json
 """
 
 import hashlib
 import shutil
 import time
 import tomllib
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,11 @@ import tomli_w
 
 from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line, write_atomically
-from pilotage.loops.rollout_files import write_rollout
+from pilotage.loops.rollout_files import read_rollout, write_rollout
+from pilotage.loops.schedule import Position
 from pilotage.loops.summaries import append_summary
 from pilotage.pid_lock import PidLock, acquire, holder
-from pilotage.types import Rollout
+from pilotage.types import Rollout, RolloutRequest
 
 FREE_KEYS = frozenset({"logger", "metrics_port"})
 """May differ when a run is resumed: they decide who watches, not what is learnt."""
@@ -186,7 +188,10 @@ class RunDirectory:
         path = directory / f"{rollout.id}.json.gz"
         write_rollout(path, rollout)
         append_summary(path, rollout)
-        if rollout.failure is not None:
+        error_path = self.path / "errors" / f"{rollout.id}.error"
+        if rollout.failure is None:
+            error_path.unlink(missing_ok=True)  # of an earlier try
+        else:
             failure = rollout.failure
             text = (
                 f"outcome: {rollout.outcome}\nrollout: {rollout.id}\ntask: {rollout.task_id}\n"
@@ -194,7 +199,22 @@ class RunDirectory:
             )
             if failure.traceback:
                 text += f"\n{failure.traceback}"
-            write_atomically(self.path / "errors" / f"{rollout.id}.error", text.encode())
+            write_atomically(error_path, text.encode())
+
+    def kept_rollout(self, folder: str, request: RolloutRequest) -> Rollout | None:
+        """Return the rollout that an earlier process has left of a request; None where it must be run.
+
+        One without a reward is run again: what it failed from may be over.
+        """
+        path = self.path / "rollouts" / folder / f"{request.id}.json.gz"
+        try:
+            rollout = read_rollout(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
+            self.event("rollout_unreadable", rollout=request.id, message=f"{path}: {error}; it is run again")
+            return None
+        return rollout if rollout.reward is not None and rollout.task_id == request.task.id else None
 
     def rollout_files(self) -> list[Path]:
         """Return every rollout file, in order of step and id."""
@@ -208,16 +228,31 @@ class RunDirectory:
 
     def newest_checkpoint(self) -> int | None:
         """Return the step of the newest whole checkpoint; a trainer renames one into place last."""
-        steps = [int(path.name.removeprefix("step-")) for path in (self.path / "checkpoints").glob("step-*")]
+        found = (self.path / "checkpoints").glob("step-*")
+        steps = [int(path.name.removeprefix("step-")) for path in found if path.is_dir()]
         return max(steps, default=None)
 
+    def write_position(self, position: Position) -> None:
+        """Say where the run stands after a step, before that step's checkpoint is made."""
+        record = {"next_group": position.next_group, "ahead": sorted(position.ahead)}
+        path = self.checkpoint(position.steps_done).with_suffix(".json")
+        write_atomically(path, orjson.dumps(record) + b"\n")
+
+    def position(self, step: int) -> Position:
+        """Return where the run stood at the checkpoint of `step`."""
+        record = orjson.loads(self.checkpoint(step).with_suffix(".json").read_bytes())
+        return Position(steps_done=step, next_group=record["next_group"], ahead=frozenset(record["ahead"]))
+
     def rewind(self, step: int) -> None:
-        """Forget what came after `step`: it was not checkpointed and will be done again."""
+        """Forget what came after `step`: it was not checkpointed and will be done again.
+
+        Rollouts to train on are kept: they are what they are, whichever process runs the step.
+        """
         kept = [record for record in self.metrics() if record["step"] <= step]
         write_atomically(self.metrics_path, b"".join(orjson.dumps(r) + b"\n" for r in kept))
-        for directory in (self.path / "rollouts").glob("*-[0-9]*"):
+        for directory in (self.path / "rollouts").glob("eval-[0-9]*"):
             if int(directory.name.rpartition("-")[2]) > step:
                 shutil.rmtree(directory)
-        for error in (self.path / "errors").glob("*.error"):
+        for error in (self.path / "errors").glob("eval-*.error"):
             if int(error.name.split("-")[1]) > step:
                 error.unlink()

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pilotage.loops.schedule import Stragglers
 from pilotage.types import (
     CUT_SHORT_OUTCOMES,
     OUTCOME_RULES,
@@ -29,7 +30,7 @@ class EvaluationSettings(BaseModel):
 
 
 class LoopSettings(BaseModel):
-    """A synchronous loop: sample groups, score, one update, publish, repeat."""
+    """Sample groups, score, one update, publish, repeat."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,12 +42,20 @@ class LoopSettings(BaseModel):
     """Groups of a step."""
     group_size: int = Field(default=4, ge=2)
     """Rollouts of one task, which share a baseline."""
+    max_lag: int = Field(default=0, ge=0)
+    """Steps that the rollouts of a batch may have fallen behind. With 0 the groups of a step start when the
+    step before it is done; with more, those of as many further steps are under way while the trainer works,
+    and tokens from more versions back than this are masked."""
+    stragglers: Stragglers = Stragglers.WAIT
+    """Whether the trainer waits for groups that would else exceed `max_lag`, or masks their old tokens."""
+    refill: bool = False
+    """Whether a group that gives no gradient is replaced by the next one, and not a smaller batch made."""
     checkpoint_every_steps: int = Field(default=5, ge=1)
     """Also after the last step."""
     scale_advantages_by_std: bool = False
     """Whether advantages are divided by their group's deviation."""
     max_idle_steps: int = Field(default=5, ge=1)
-    """The run stops after this many steps in a row without a gradient."""
+    """The run stops after this many steps in a row without a gradient, or so many steps' groups to refill."""
     turns_exhausted: CutShort = "mask"
     """Whether rollouts that ended so are trained; what is masked is out of the baseline too."""
     context_exceeded: CutShort = "train"

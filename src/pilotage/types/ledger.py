@@ -9,7 +9,7 @@ class Ledger:
     """Counts of sampled tokens; it balances by construction, or it does not exist.
 
     masked: in the batch but not in the loss. dropped: not in the batch. Each with a reason, which is the
-    name of an outcome, `orphan`, `no_spread`, `group_too_small` or `first_token`.
+    name of an outcome, `orphan`, `no_spread`, `group_too_small`, `first_token` or `stale`.
     """
 
     sampled_tokens: int

@@ -1,4 +1,4 @@
-"""The synchronous loop with a tiny trainer and runner: what it records, and what a crash costs."""
+"""The training loop with a tiny trainer and runner: what it records, and what a crash costs."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 from tests.loops.rig import TOKENS_PER_ROLLOUT, CountingTrainer, Rig, Watcher, make_tasks
 
 from pilotage.errors import ConfigError, TrainerError
-from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, SynchronousLoop, read_rollout
+from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, TrainingLoop, read_rollout
 from pilotage.types import BranchCause, Ledger, Outcome
 
 SETTINGS = LoopSettings(
@@ -115,8 +115,9 @@ async def test_one_held_out_task_has_a_mean_and_no_interval(tmp_path: Path) -> N
 
 async def test_checkpoints_are_every_n_steps_and_after_the_last(tmp_path: Path) -> None:
     await Rig(settings=SETTINGS).run(tmp_path / "run")
-    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["step-0000", "step-0002", "step-0004", "step-0005"]
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    steps = ("step-0000", "step-0002", "step-0004", "step-0005")
+    assert names == {*steps, *(f"{step}.json" for step in steps)}  # and where the run stood then
 
 
 @pytest.mark.parametrize("crash", [1, 2, 3, 4, 5])
@@ -207,7 +208,7 @@ async def test_every_rollout_is_on_disk_and_was_shown(tmp_path: Path) -> None:
 def test_a_loop_without_training_tasks_is_refused(tmp_path: Path) -> None:
     rig = Rig(settings=SETTINGS)
     with pytest.raises(ConfigError, match=r"^there are no tasks to train on; give tasks\.train$"):
-        SynchronousLoop(
+        TrainingLoop(
             trainer=rig.trainer,
             runner=rig.runner,
             run=RunDirectory(tmp_path),
