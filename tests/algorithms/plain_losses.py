@@ -63,6 +63,18 @@ def _token_loss(sequence: Trained, logprobs: Sequence[float], at: int, config: L
     elif config.policy_loss is PolicyLoss.CISPO:
         stopped = math.exp(sequence.logprobs[at] - behaviour[at])
         loss = -min(max(stopped, low), high) * advantage * logprobs[at]
+    elif config.policy_loss is PolicyLoss.ICEPOP:
+        stopped = math.exp(sequence.logprobs[at] - behaviour[at])
+        loss = -(stopped if low <= stopped <= high else 0.0) * advantage * logprobs[at]
+    elif config.policy_loss in (PolicyLoss.TIS_SEQUENCE, PolicyLoss.MIS_SEQUENCE):
+        product = math.prod(
+            math.exp(new - old) for new, old in zip(sequence.logprobs, behaviour, strict=True)
+        )
+        if config.policy_loss is PolicyLoss.TIS_SEQUENCE:
+            weight = min(max(product, low), high)
+        else:
+            weight = product if low <= product <= high else 0.0
+        loss = -weight * advantage * logprobs[at]
     else:
         loss = max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
         if config.dual_clip is not None and advantage < 0:

@@ -154,7 +154,40 @@ def test_an_upper_cap_alone_is_a_lower_clip_of_one() -> None:
     assert result.clipped_tokens == 1
 
 
-@pytest.mark.parametrize("policy", [PolicyLoss.GRPO, PolicyLoss.GSPO, PolicyLoss.CISPO])
+def test_icepop_leaves_out_tokens_whose_ratio_is_outside_the_band() -> None:
+    # ratios 1.5, 0.5, 1.1 and a band of 0.8 to 1.2
+    logprobs = np.array([-1.0, -2.0, -3.0])
+    tokens = tokens_of([0, 0, 0], (logprobs - np.log([1.5, 0.5, 1.1])).tolist(), [1, -1, 2])
+    result = evaluate(tokens, logprobs, replace(WIDE, policy_loss=PolicyLoss.ICEPOP))
+
+    assert result.gradient_n.tolist() == pytest.approx([0, 0, -2.2 / 3])
+    assert result.clipped_tokens == 2
+
+
+def test_a_rollout_is_weighted_by_the_product_of_its_ratios_truncated_or_left_out() -> None:
+    # rollout 0: 1.5 x 1.6 = 2.4; rollout 1: 1.1 x 0.8 = 0.88; a cap of 2, no lower clip
+    logprobs = np.full(4, -1.0)
+    tokens = tokens_of([0, 0, 1, 1], (logprobs - np.log([1.5, 1.6, 1.1, 0.8])).tolist(), [1, 1, 1, 1])
+    config = replace(WIDE, clip_low=1.0, clip_high=1.0, policy_loss=PolicyLoss.TIS_SEQUENCE)
+    truncated = evaluate(tokens, logprobs, config)
+    masked = evaluate(tokens, logprobs, replace(config, policy_loss=PolicyLoss.MIS_SEQUENCE))
+
+    assert truncated.gradient_n.tolist() == pytest.approx([-2 / 4, -2 / 4, -0.88 / 4, -0.88 / 4])
+    assert masked.gradient_n.tolist() == pytest.approx([0, 0, -0.88 / 4, -0.88 / 4])
+    assert truncated.clipped_tokens == masked.clipped_tokens == 2
+
+
+@pytest.mark.parametrize("policy", [PolicyLoss.TIS_SEQUENCE, PolicyLoss.MIS_SEQUENCE])
+@pytest.mark.parametrize("drift", [-1.0, 1.0])
+def test_the_product_of_a_long_rollout_does_not_overflow(policy: PolicyLoss, drift: float) -> None:
+    tokens = tokens_of([0] * 2000, [-2.0] * 2000, [1.0] * 2000)  # e to the power of 2,000
+    result = evaluate(tokens, np.full(2000, -2.0 + drift), replace(WIDE, policy_loss=policy))
+
+    bound = 0.0 if policy is PolicyLoss.MIS_SEQUENCE else 1.2 if drift > 0 else 0.8
+    assert result.gradient_n.tolist() == pytest.approx([-bound / 2000] * 2000)
+
+
+@pytest.mark.parametrize("policy", sorted({*PolicyLoss} - {PolicyLoss.CROSS_ENTROPY}))
 def test_on_policy_the_ratio_is_one_and_behaviour_is_not_read(policy: PolicyLoss) -> None:
     tokens = tokens_of([0, 0], [99.0, -99.0], [2, -1])
     result = evaluate(tokens, np.array([-1.0, -3.0]), replace(WIDE, policy_loss=policy, on_policy=True))

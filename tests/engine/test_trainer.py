@@ -80,6 +80,12 @@ def literal_loss(model_dir: Path, samples: list[Sample], config: LossConfig) -> 
             objective = torch.cat(logprobs)
         if config.policy_loss is PolicyLoss.CISPO:
             objective = bounded.detach() * torch.cat(advantages) * torch.cat(logprobs)
+        if config.policy_loss in (PolicyLoss.ICEPOP, PolicyLoss.TIS_SEQUENCE, PolicyLoss.MIS_SEQUENCE):
+            whole = ratio if config.policy_loss is PolicyLoss.ICEPOP else log_ratio.sum().exp()
+            inside = whole.clamp(1 - config.clip_low, 1 + config.clip_high)
+            masked = torch.where(inside == whole, whole, 0.0)
+            weight = inside if config.policy_loss is PolicyLoss.TIS_SEQUENCE else masked
+            objective = weight.detach() * torch.cat(advantages) * torch.cat(logprobs)
         losses.append(-objective.sum())
         sizes.append(objective.numel())
     if config.reduction is Reduction.TOKEN_MEAN:

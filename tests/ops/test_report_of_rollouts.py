@@ -9,7 +9,7 @@ import pytest
 from tests.loops.rig import Rig
 
 from pilotage.loops import LoopSettings, RunDirectory, read_rollout
-from pilotage.loops.synchronous import train_requests
+from pilotage.loops.requests import group_requests
 from pilotage.ops.report import format_comparison, format_report
 from pilotage.types import Outcome, Rollout, Task
 
@@ -22,8 +22,8 @@ def ends_of_a_bad_run(share: float = 0.3) -> dict[str, Outcome]:
     tasks = [Task(id="t", path=Path("/t"))]
     ids = [
         request.id
-        for step in range(1, SETTINGS.num_steps + 1)
-        for request in train_requests(tasks, settings=SETTINGS, step=step)
+        for number in range(SETTINGS.num_steps * SETTINGS.tasks_per_step)
+        for request in group_requests(tasks, number, settings=SETTINGS)
     ]
     chosen = np.random.default_rng(0).permutation(ids)[: round(share * len(ids))]
     return {str(name): ENDS[index % len(ENDS)] for index, name in enumerate(chosen)}

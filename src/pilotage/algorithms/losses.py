@@ -8,6 +8,7 @@ must hold all of a rollout, because GSPO's ratio is one number per rollout.
 Nothing here knows how log-probs are computed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from pilotage.types import Denominators, LossConfig, PolicyLoss, Reduction, Samp
 
 type _Floats = NDArray[np.float64]
 type _Ints = NDArray[np.int64]
+
+
+_WEIGHTED = frozenset({PolicyLoss.CISPO, PolicyLoss.ICEPOP, PolicyLoss.TIS_SEQUENCE, PolicyLoss.MIS_SEQUENCE})
+_OF_ROLLOUTS = frozenset({PolicyLoss.TIS_SEQUENCE, PolicyLoss.MIS_SEQUENCE})
+_MASKED = frozenset({PolicyLoss.ICEPOP, PolicyLoss.MIS_SEQUENCE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,10 +81,13 @@ def policy_loss(
 
         GRPO, GSPO      min(r A, b(r) A), and, with `dual_clip` c, at least c A where A < 0
         CISPO           stop-gradient(b(r)) A logprob
+        IcePop          stop-gradient(r where b(r) = r, else 0) A logprob
+        TIS, MIS        as CISPO and IcePop, with the product of a rollout's ratios for r
         cross entropy   logprob
 
-    CISPO's upper-only cap M of the ratio is `clip_low = 1` (no lower clip, as a ratio is positive) with
-    `clip_high = M - 1`. On-policy, r is 1 and its slope that of the log-prob.
+    An upper-only cap M of the ratio, as CISPO and truncated importance sampling have it, is `clip_low = 1`
+    (no lower clip, as a ratio is positive) with `clip_high = M - 1`. On-policy, r is 1 and its slope that of
+    the log-prob.
 
     Args:
         tokens: what was sampled.
@@ -95,12 +104,15 @@ def policy_loss(
     clamps. It is off by default because a capped token is one that drifted far and is no longer pulled back.
 
     Source: GRPO, the clipped token ratio of PPO, arXiv:1707.06347 eq. 7 (arXiv:2402.03300 eq. 3); dual clip,
-    arXiv:1912.09729 eq. 5; GSPO, arXiv:2507.18071 eq. 5 to 7; CISPO, arXiv:2506.13585 section 3.1; Dr. GRPO,
+    arXiv:1912.09729 eq. 5; GSPO, arXiv:2507.18071 eq. 5 to 7; CISPO, arXiv:2506.13585 section 3.1; IcePop,
+    arXiv:2510.18855; truncated products of ratios, Ionides 2008, J. Comput. Graph. Stat. 17(2); Dr. GRPO,
     arXiv:2503.20783 section 3.2 (constant length); k3, arXiv:2402.03300 eq. 4.
     """
     weight_n = _weights(tokens, config, denominators)
     if config.policy_loss is PolicyLoss.CROSS_ENTROPY:
         loss, gradient_n, clipped = -float(weight_n @ logprobs_n), -weight_n, 0
+    elif config.policy_loss in _WEIGHTED:
+        loss, gradient_n, clipped = _weighted_loss(tokens, logprobs_n, config, weight_n)
     else:
         loss, gradient_n, clipped = _ratio_loss(tokens, logprobs_n, config, weight_n)
     kl_sum = 0.0
@@ -128,15 +140,12 @@ def _weights(tokens: TrainedTokens, config: LossConfig, denominators: Denominato
 def _ratio_loss(
     tokens: TrainedTokens, logprobs_n: _Floats, config: LossConfig, weight_n: _Floats
 ) -> tuple[float, _Floats, int]:
-    """Return loss, gradient and number of clipped tokens of the objectives with an importance ratio."""
-    log_ratio_n = np.zeros_like(logprobs_n) if config.on_policy else logprobs_n - tokens.sampler_logprobs_n
+    """Return loss, gradient and number of clipped tokens of the objectives that differentiate the ratio."""
+    log_ratio_n = _log_ratio(tokens, logprobs_n, config)
     is_gspo = config.policy_loss is PolicyLoss.GSPO
     ratio_n = np.exp(_sequence_mean(log_ratio_n, tokens.sequence_n) if is_gspo else log_ratio_n)
     advantage_n = tokens.advantages_n
     bounded_n = np.clip(ratio_n, 1 - config.clip_low, 1 + config.clip_high)
-    if config.policy_loss is PolicyLoss.CISPO:
-        gradient_n = -weight_n * bounded_n * advantage_n
-        return float(gradient_n @ logprobs_n), gradient_n, int((bounded_n != ratio_n).sum())
     objective_n = np.minimum(ratio_n * advantage_n, bounded_n * advantage_n)
     is_clipped_n = np.where(
         advantage_n > 0,
@@ -151,6 +160,28 @@ def _ratio_loss(
     slope_n = np.where(is_clipped_n, 0.0, -weight_n * advantage_n * ratio_n)
     gradient_n = _sequence_mean(slope_n, tokens.sequence_n) if is_gspo else slope_n
     return -float(weight_n @ objective_n), gradient_n, int(is_clipped_n.sum())
+
+
+def _weighted_loss(
+    tokens: TrainedTokens, logprobs_n: _Floats, config: LossConfig, weight_n: _Floats
+) -> tuple[float, _Floats, int]:
+    """Return the same of the objectives that weight a log-prob by a ratio without a gradient."""
+    log_ratio_n = _log_ratio(tokens, logprobs_n, config)
+    if config.policy_loss in _OF_ROLLOUTS:
+        log_ratio_n = np.bincount(tokens.sequence_n, weights=log_ratio_n)[tokens.sequence_n]
+    # Of a long rollout the product may be anything; the bounds are compared where nothing overflows.
+    low = math.log1p(-config.clip_low) if config.clip_low < 1 else -math.inf
+    bounded_n = np.clip(log_ratio_n, low, math.log1p(config.clip_high))
+    is_outside_n = bounded_n != log_ratio_n
+    ratio_n = np.exp(bounded_n)
+    if config.policy_loss in _MASKED:
+        ratio_n = np.where(is_outside_n, 0.0, ratio_n)
+    gradient_n = -weight_n * ratio_n * tokens.advantages_n
+    return float(gradient_n @ logprobs_n), gradient_n, int(is_outside_n.sum())
+
+
+def _log_ratio(tokens: TrainedTokens, logprobs_n: _Floats, config: LossConfig) -> _Floats:
+    return np.zeros_like(logprobs_n) if config.on_policy else logprobs_n - tokens.sampler_logprobs_n
 
 
 def _k3(d_n: _Floats, *, cap: float | None) -> tuple[_Floats, _Floats]:

@@ -17,6 +17,13 @@ class PolicyLoss(StrEnum):
     """Clip on the sequence ratio, over all sampled tokens of a rollout."""
     CISPO = "cispo"
     """Log-prob weighted by the clipped token ratio, which takes no gradient: every token keeps one."""
+    ICEPOP = "icepop"
+    """Log-prob weighted by the token ratio where that is within the clip, by 0 where it is not."""
+    TIS_SEQUENCE = "tis_sequence"
+    """Truncated importance sampling: log-prob weighted by the clipped ratio of the whole rollout, the product
+    over its sampled tokens. (Of single tokens, this is `cispo`.)"""
+    MIS_SEQUENCE = "mis_sequence"
+    """Masked importance sampling: the same ratio where it is within the clip, 0 where it is not."""
     CROSS_ENTROPY = "cross_entropy"
     """Supervised: minus the log-prob of every token under the mask; advantages and ratios are not read."""
 

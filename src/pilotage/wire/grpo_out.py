@@ -20,14 +20,18 @@ KL_CAP = 10.0
 """The stock clamp of k3."""
 
 
+_LOSSES = frozenset({PolicyLoss.GRPO, PolicyLoss.GSPO, PolicyLoss.CISPO})
+
+
 def check_stock_loss(loss: LossConfig) -> None:
     """Refuse a loss that the dialect has no words for.
 
     Raises:
         InvalidBodyError: with the field, and what to use instead.
     """
-    if loss.policy_loss is PolicyLoss.CROSS_ENTROPY:
-        raise InvalidBodyError("policy_loss", "the stock dialect has no cross_entropy; use the strict core")
+    if loss.policy_loss not in _LOSSES:
+        message = f"the stock dialect has no {loss.policy_loss}; use the strict core"
+        raise InvalidBodyError("policy_loss", message)
     if loss.temperature != 1.0:
         raise InvalidBodyError("temperature", f"a stock trainer scores at 1.0 only, got {loss.temperature}")
     if loss.kl_coef and loss.kl_cap != KL_CAP:
