@@ -415,11 +415,15 @@ def test_500_random_conversations_are_recorded_token_by_token(tongue: Tongue) ->
     check_cases(500, tongue)
 
 
-@every_tongue
+@pytest.mark.parametrize(
+    ("tongue", "count"),
+    [(tongue, 10_000 if name == "chat" else 2_000) for name, tongue in TONGUES.items()],
+    ids=TONGUES,
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_10000_random_conversations_are_recorded_token_by_token(tongue: Tongue) -> None:
-    check_cases(10_000, tongue)
+def test_thousands_of_random_conversations_are_recorded_token_by_token(tongue: Tongue, count: int) -> None:
+    check_cases(count, tongue)
 
 
 @every_tongue
