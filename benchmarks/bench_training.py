@@ -9,7 +9,7 @@ Lengths are those of OpenHands with its default prompt and three tools, 6,000 to
 turns of 80 sampled and 460 answered, all divided by eight to suit a tiny policy on a CPU: the ratios of
 lengths stay.
 
-    python benchmarks/bench_training.py [--hidden 512 --ways merged]
+    python benchmarks/bench_training.py [--hidden 512 --ways merged trl]
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pilotage.engine.gradients import Totals, propagate
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
@@ -39,7 +39,7 @@ SYSTEM, ISSUE, SAMPLED, OUTPUT = 750, 50, 10, 58
 GROUP_SIZE = 8
 BUDGET_TOKENS = 16_384
 LOSS = LossConfig(policy_loss=PolicyLoss.GRPO, clip_low=0.2, clip_high=0.2)
-WAYS = ("calls", "merged")
+WAYS = ("calls", "merged", "trl")
 _MODEL = Path(__file__).resolve().parents[1] / "recipes" / "demo" / "policy"
 
 
@@ -153,16 +153,72 @@ class Bench:
             tokens += tree.num_tokens
         return tokens
 
-    def difference(self) -> float:
-        """Return how far the two gradients are apart, as a share of their norm."""
+    def difference(self, other: PreTrainedModel) -> float:
+        """Return how far the tree's gradient is from another module's, as a share of its norm."""
         pairs = [
-            (one.grad, other.grad)
-            for one, other in zip(self.plain.parameters(), self.packed.parameters(), strict=True)
-            if one.grad is not None and other.grad is not None
+            (one.grad, two.grad)
+            for one, two in zip(other.parameters(), self.packed.parameters(), strict=True)
+            if one.grad is not None and two.grad is not None
         ]
         apart = sum(float((one - other).double().square().sum()) for one, other in pairs)
         whole = sum(float(one.double().square().sum()) for one, _ in pairs)
         return (apart / whole) ** 0.5
+
+
+class TrlStep:
+    """TRL's GRPO loss and its gradient on the same tokens: a row for each rollout, tool output masked."""
+
+    def __init__(self, model: Path) -> None:
+        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+
+        from datasets import Dataset
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+        arguments = GRPOConfig(
+            output_dir=tempfile.gettempdir(),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=GROUP_SIZE,
+            num_generations=GROUP_SIZE,
+            epsilon=LOSS.clip_high,
+            loss_type="dapo",  # a mean over the tokens of the whole batch
+            report_to=[],
+        )
+        self.module = load_module(model, device=torch.device("cpu"))
+        self.trainer = GRPOTrainer(
+            model=self.module,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * GROUP_SIZE),
+            processing_class=tokenizer,
+        )
+        self.trainer.current_gradient_accumulation_steps = 1
+
+    def step(self, samples: Sequence[Sample], counts: Denominators) -> int:
+        """Add the gradient; returns padded tokens."""
+        self.module.zero_grad()
+        tokens = 0
+        for part in rows_of(samples):
+            rows = [torch.from_numpy(np.stack([getattr(sample, name) for sample in part])) for name in _ROWS]
+            ids, mask, logprobs, advantages = rows
+            inputs = {
+                "prompt_ids": ids[:, :1].long(),
+                "prompt_mask": torch.ones_like(ids[:, :1]),
+                "completion_ids": ids[:, 1:].long(),
+                "completion_mask": torch.ones_like(ids[:, 1:]),
+                "tool_mask": mask[:, 1:].int(),
+                "old_per_token_logps": logprobs[:, 1:],
+                "advantages": advantages[:, 1:],
+                "num_items_in_batch": torch.tensor(float(counts.trained_tokens)),
+            }
+            self.trainer.compute_loss(self.module, inputs).backward()
+            tokens += ids.numel()
+        return tokens
+
+
+_ROWS = ("token_ids", "loss_mask", "sampler_logprobs", "advantages")
 
 
 def _propagate(logprobs: torch.Tensor, part: Sequence[Sample], counts: Denominators) -> None:
@@ -176,8 +232,10 @@ def timed(work: Callable[[], int]) -> tuple[float, int]:
     return time.perf_counter() - started, tokens
 
 
-def measure(bench: Bench, chosen: Sequence[str], *, turns: int, groups: int, repeats: int) -> None:
-    """Print one line of the table; `tree` comes last, whose gradient is compared with the way before."""
+def measure(
+    bench: Bench, trl: TrlStep | None, chosen: Sequence[str], *, turns: int, groups: int, repeats: int
+) -> None:
+    """Print one line of the table, with how far the tree's gradient is from those of the others."""
     merged = rollouts(groups, turns)
     calls = [call for sample in merged for call in calls_of(sample)]
     counts = Denominators.of(merged)
@@ -186,6 +244,8 @@ def measure(bench: Bench, chosen: Sequence[str], *, turns: int, groups: int, rep
         "merged": lambda: bench.rows(merged, counts),
         "tree": lambda: bench.tree(merged, counts),
     }
+    if trl is not None:
+        known["trl"] = lambda: trl.step(merged, counts)
     ways = {name: work for name, work in known.items() if name in {*chosen, "tree"}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, int] = {}
@@ -205,7 +265,8 @@ def measure(bench: Bench, chosen: Sequence[str], *, turns: int, groups: int, rep
             for name in ways
             if name != "tree"
         )
-        + f"   gradients {bench.difference():.1e}",
+        + f"   gradients apart: rows {bench.difference(bench.plain):.1e}"
+        + (f", trl {bench.difference(trl.module):.1e}" if trl is not None else ""),
         flush=True,
     )
 
@@ -219,7 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--hidden", type=int, help="width of a policy with random weights; default: the demo's"
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=("calls", "merged"), help="trl needs trl")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
@@ -228,10 +289,11 @@ def main() -> None:
             model = Path(directory)
             write_wide(model, arguments.hidden)
         bench = Bench(model)
+        trl = TrlStep(model) if "trl" in arguments.ways else None
     bench.tree(rollouts(1, 1), Denominators.of(rollouts(1, 1)))  # the first pass pays for allocations
     bench.rows(rollouts(1, 1), Denominators.of(rollouts(1, 1)))
     for turns in arguments.turns:
-        measure(bench, arguments.ways, turns=turns, groups=arguments.groups, repeats=arguments.repeats)
+        measure(bench, trl, arguments.ways, turns=turns, groups=arguments.groups, repeats=arguments.repeats)
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 
