@@ -104,6 +104,8 @@ class TrainingLoop:
         self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
         """Groups that no step has trained yet."""
         self._group_ended = asyncio.Event()
+        self._writing = asyncio.Lock()
+        """Files of a run have one writer at a time."""
 
     async def run(self) -> None:
         """Run to the last step, from the newest checkpoint where there is one.
@@ -291,13 +293,18 @@ class TrainingLoop:
 
     async def _run_rollout(self, folder: str, request: RolloutRequest) -> Rollout:
         rollout = await self._runner.run(request)
-        self._run_directory.add_rollout(folder, rollout)
+        await _completed(self._keep(folder, rollout))
         if rollout.failure is not None:
             self._run_directory.event(
                 "rollout_failed", rollout=rollout.id, outcome=rollout.outcome, message=rollout.failure.message
             )
         self._observer.on_rollout(rollout)
         return rollout
+
+    async def _keep(self, folder: str, rollout: Rollout) -> None:
+        """Put a rollout on disk, without holding up the proxy that shares the event loop."""
+        async with self._writing:
+            await asyncio.to_thread(self._run_directory.add_rollout, folder, rollout)
 
     async def _drop_groups(self) -> None:
         """Cancel the groups under way, and wait until they are gone."""
