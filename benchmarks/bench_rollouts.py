@@ -163,6 +163,26 @@ async def overhead(num_pairs: int) -> None:
     print(f"runner + sandbox {1e3 * cpu_ours / num_pairs:.1f} ms, ratio {cpu_ours / cpu_bare:.2f}")
 
 
+def process_cpu_s(pid: int) -> tuple[float, float]:
+    """Return CPU seconds of a process itself, and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system, child_user, child_system = (
+        int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]
+    )
+    return user + system, child_user + child_system
+
+
+def parts_cpu_s(workers: list[int]) -> dict[str, float]:
+    """Return CPU seconds so far of the driver, its workers, and the programs of their sandboxes."""
+    driver, driver_children = process_cpu_s(os.getpid())
+    own = [process_cpu_s(pid) for pid in workers if pid != os.getpid()]
+    return {
+        "driver": driver,
+        "workers": sum(mine for mine, _ in own),
+        "sandboxes": driver_children + sum(children for _, children in own),
+    }
+
+
 def rss_mb(pid: int) -> float:
     with open(f"/proc/{pid}/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
@@ -170,19 +190,23 @@ def rss_mb(pid: int) -> float:
 
 async def level(runner: HarborRunner, task: Task, concurrency: int) -> None:
     count = max(2 * concurrency, 8)
+    pids = [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+    cpu_before = parts_cpu_s(pids)
     started = time.perf_counter()
     rollouts = await asyncio.gather(
         *(runner.run(request_for(task, f"n{concurrency}-{number}")) for number in range(count))
     )
     seconds = time.perf_counter() - started
+    cpu_ms = {part: 1e3 * (now - cpu_before[part]) / count for part, now in parts_cpu_s(pids).items()}
     assert {rollout.outcome for rollout in rollouts} == {Outcome.COMPLETED}, [r.failure for r in rollouts]
-    pids = [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
     memory = [rss_mb(pid) for pid in pids]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
     print(
         f"{concurrency:3} at once: {count / seconds:5.2f} rollouts/s, workers {sum(memory):.0f} MB"
-        f" {[round(m) for m in memory]}, open files {files}, threads {threads}",
+        f" {[round(m) for m in memory]}, open files {files}, threads {threads};"
+        f" CPU ms a rollout: {sum(cpu_ms.values()):.0f},"
+        f" {', '.join(f'{part} {ms:.0f}' for part, ms in cpu_ms.items())}",
         flush=True,
     )
 
