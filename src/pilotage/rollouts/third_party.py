@@ -27,4 +27,6 @@ def prepare() -> None:
     os.environ.setdefault("OH_PERSISTENCE_DIR", str(home / "openhands"))
     os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", str(home / "mini-swe-agent"))
     # Its errors are outcomes of rollouts here, told once and in their place.
-    logging.getLogger("openhands").setLevel(logging.CRITICAL)
+    openhands = logging.getLogger("openhands")
+    if openhands.level != logging.CRITICAL:  # setting it empties the cache of every logger of the process
+        openhands.setLevel(logging.CRITICAL)
