@@ -2,10 +2,12 @@
 
     python benchmarks/bench_rollouts.py overhead [--pairs 40]
     python benchmarks/bench_rollouts.py concurrent [--levels 1 8 32 64] [--workers 2]
+    python benchmarks/bench_rollouts.py demo [--steps 3]
 
 `overhead`: Harbor's Trial with the no-op agent in a plain local-process environment (bare) against the same
 through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both. `concurrent`: OpenHands
-rollouts of five model calls (four tools and the hand-in) against a policy without latency.
+rollouts of five model calls (four tools and the hand-in) against a policy without latency. `demo`: the rollouts
+of the demo's first steps, recipe, tasks (`make demo` makes them) and policy as they are, without training.
 """
 
 import argparse
@@ -29,6 +31,10 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.trial.trial import Trial
 from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
 
+from pilotage.datasets.harbor_tasks import load_tasks
+from pilotage.loops.synchronous import train_requests
+from pilotage.recipes.config import load_recipe
+from pilotage.recipes.stack import open_stack
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import AgentChoice
@@ -188,25 +194,35 @@ def rss_mb(pid: int) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
 
 
+def worker_pids(runner: HarborRunner) -> list[int]:
+    """Return the runner's processes; this one where there are no others."""
+    return [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+
+
+def in_parts(before: dict[str, float], now: dict[str, float], count: int) -> str:
+    """Say how many CPU milliseconds each of `count` rollouts took, and where."""
+    ms = {part: 1e3 * (now[part] - before[part]) / count for part in now}
+    parts = ", ".join(f"{part} {value:.0f}" for part, value in ms.items())
+    return f"CPU ms a rollout: {sum(ms.values()):.0f}, {parts}"
+
+
 async def level(runner: HarborRunner, task: Task, concurrency: int) -> None:
     count = max(2 * concurrency, 8)
-    pids = [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+    pids = worker_pids(runner)
     cpu_before = parts_cpu_s(pids)
     started = time.perf_counter()
     rollouts = await asyncio.gather(
         *(runner.run(request_for(task, f"n{concurrency}-{number}")) for number in range(count))
     )
     seconds = time.perf_counter() - started
-    cpu_ms = {part: 1e3 * (now - cpu_before[part]) / count for part, now in parts_cpu_s(pids).items()}
+    cpu = in_parts(cpu_before, parts_cpu_s(pids), count)
     assert {rollout.outcome for rollout in rollouts} == {Outcome.COMPLETED}, [r.failure for r in rollouts]
     memory = [rss_mb(pid) for pid in pids]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
     print(
         f"{concurrency:3} at once: {count / seconds:5.2f} rollouts/s, workers {sum(memory):.0f} MB"
-        f" {[round(m) for m in memory]}, open files {files}, threads {threads};"
-        f" CPU ms a rollout: {sum(cpu_ms.values()):.0f},"
-        f" {', '.join(f'{part} {ms:.0f}' for part, ms in cpu_ms.items())}",
+        f" {[round(m) for m in memory]}, open files {files}, threads {threads}; {cpu}",
         flush=True,
     )
 
@@ -234,6 +250,28 @@ async def concurrent(levels: list[int], workers: int) -> None:
     print(f"driver: {rss_mb(os.getpid()):.0f} MB, {files} files, {threading.active_count()} threads")
 
 
+async def demo(steps: int) -> None:
+    recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "demo.toml")
+    tasks = load_tasks(recipe.tasks.train)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        async with open_stack(recipe, model=recipe.policy.model, trials_directory=Path(directory)) as stack:
+            warm = train_requests(tasks, settings=recipe.loop, step=steps + 1)[: 2 * recipe.rollouts.workers]
+            await asyncio.gather(*map(stack.runner.run, warm))
+            print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+            pids = worker_pids(stack.runner)
+            for step in range(1, steps + 1):
+                requests = train_requests(tasks, settings=recipe.loop, step=step)
+                before, started = parts_cpu_s(pids), time.perf_counter()
+                rollouts = await asyncio.gather(*map(stack.runner.run, requests))
+                seconds = time.perf_counter() - started
+                rewards = [rollout.reward.value for rollout in rollouts if rollout.reward is not None]
+                cpu = in_parts(before, parts_cpu_s(pids), len(rollouts))
+                print(
+                    f"step {step}: {seconds:.2f} s, reward {statistics.mean(rewards):.3f}; {cpu}", flush=True
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -241,10 +279,13 @@ def main() -> None:
     second = commands.add_parser("concurrent")
     second.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32, 64])
     second.add_argument("--workers", type=int, default=2)
+    commands.add_parser("demo").add_argument("--steps", type=int, default=3)
     chosen = parser.parse_args()
     prepare()
     if chosen.command == "overhead":
         asyncio.run(overhead(chosen.pairs))
+    elif chosen.command == "demo":
+        asyncio.run(demo(chosen.steps))
     else:
         asyncio.run(concurrent(chosen.levels, chosen.workers))
 
