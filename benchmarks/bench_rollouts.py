@@ -6,8 +6,9 @@
 
 `overhead`: Harbor's Trial with the no-op agent in a plain local-process environment (bare) against the same
 through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both. `concurrent`: OpenHands
-rollouts of five model calls (four tools and the hand-in) against a policy without latency. `demo`: the rollouts
-of the demo's first steps, recipe, tasks (`make demo` makes them) and policy as they are, without training.
+rollouts of five model calls (four tools and the hand-in) against a policy without latency. `demo`: the
+rollouts of the demo's first steps, recipe, tasks (`make demo` makes them) and policy as they are, without
+training.
 """
 
 import argparse
@@ -39,6 +40,8 @@ from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import AgentChoice
 from pilotage.types import Outcome, Task
+
+_DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 
 
 class BareEnvironment(BaseEnvironment):
@@ -251,7 +254,7 @@ async def concurrent(levels: list[int], workers: int) -> None:
 
 
 async def demo(steps: int) -> None:
-    recipe = load_recipe(Path(__file__).resolve().parents[1] / "recipes" / "demo.toml")
+    recipe = load_recipe(_DEMO)
     tasks = load_tasks(recipe.tasks.train)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import cache
 
 from pilotage.rollouts.register import default_directory, private_directory
 
@@ -17,8 +18,9 @@ _SETTINGS = {
 }
 
 
+@cache
 def prepare() -> None:
-    """Set what the user has not set; call it before any of them is imported."""
+    """Set what the user has not set; call it before any of them is imported, as often as you like."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["DEBUG_LLM"] = "false"  # true makes the import wait for an answer on the terminal
@@ -27,6 +29,4 @@ def prepare() -> None:
     os.environ.setdefault("OH_PERSISTENCE_DIR", str(home / "openhands"))
     os.environ.setdefault("MSWEA_GLOBAL_CONFIG_DIR", str(home / "mini-swe-agent"))
     # Its errors are outcomes of rollouts here, told once and in their place.
-    openhands = logging.getLogger("openhands")
-    if openhands.level != logging.CRITICAL:  # setting it empties the cache of every logger of the process
-        openhands.setLevel(logging.CRITICAL)
+    logging.getLogger("openhands").setLevel(logging.CRITICAL)
