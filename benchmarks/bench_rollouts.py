@@ -5,10 +5,10 @@
     python benchmarks/bench_rollouts.py demo [--steps 3]
 
 `overhead`: Harbor's Trial with the no-op agent in a plain local-process environment (bare) against the same
-through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both. `concurrent`: OpenHands
-rollouts of five model calls (four tools and the hand-in) against a policy without latency. `demo`: the
-rollouts of the demo's first steps, recipe, tasks (`make demo` makes them) and policy as they are, without
-training.
+through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both; then the latter in a
+worker process, which looks through a task once. `concurrent`: OpenHands rollouts of five model calls (four
+tools and the hand-in) against a policy without latency. `demo`: the rollouts of the demo's first steps,
+recipe, tasks (`make demo` makes them) and policy as they are, without training.
 """
 
 import argparse
@@ -162,6 +162,7 @@ async def overhead(num_pairs: int) -> None:
                     cpu_ours += cpu_seconds() - cpu_at[1]
                     bare.append(bare_s)
                     ours.append(ours_s)
+        in_worker = await trials_in_worker(task, trials, num_pairs)
     ratios = sorted(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
     quartiles = statistics.quantiles(ratios, n=4)
     print(f"{num_pairs} pairs: bare {1e3 * statistics.median(bare):.1f} ms (best {1e3 * min(bare):.1f})")
@@ -170,6 +171,22 @@ async def overhead(num_pairs: int) -> None:
     print(f"best against best {min(ours) / min(bare):.2f}")
     print(f"CPU a trial: bare {1e3 * cpu_bare / num_pairs:.1f} ms,", end=" ")
     print(f"runner + sandbox {1e3 * cpu_ours / num_pairs:.1f} ms, ratio {cpu_ours / cpu_bare:.2f}")
+    print(f"the same in a worker process, as runs do, {1e3 * in_worker:.1f} ms, ratio", end=" ")
+    print(f"{in_worker * num_pairs / cpu_bare:.2f}")
+
+
+async def trials_in_worker(task: Task, trials: Path, count: int) -> float:
+    """Return CPU seconds a trial, of driver, worker and sandbox, where one worker runs them one by one."""
+    settings = RunnerSettings(trials_directory=trials, agent=AgentChoice(name="nop"), workers=1)
+    async with policy() as proxy, HarborRunner(sessions=proxy, settings=settings) as runner:
+        for number in range(3):
+            await runner.run(request_for(task, f"warm-{number}"))
+        pids = worker_pids(runner)
+        before = sum(parts_cpu_s(pids).values())
+        for number in range(count):
+            rollout = await runner.run(request_for(task, f"worker-{number}"))
+            assert rollout.outcome == Outcome.COMPLETED, rollout.failure
+        return (sum(parts_cpu_s(pids).values()) - before) / count
 
 
 def process_cpu_s(pid: int) -> tuple[float, float]:
