@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from pilotage.rollouts.third_party import prepare
+
 pytestmark = pytest.mark.agents
+prepare()  # before any test imports the SDK: LiteLLM's look-ups stay off the network
 
 _CALL = {"id": "c1", "type": "function", "function": {"name": "terminal", "arguments": '{"command": "ls"}'}}
 _TOO_LONG = "This model's maximum context length is 10 tokens. However, you requested 20 tokens"
@@ -72,7 +75,9 @@ async def endpoint(status: int, body: str) -> AsyncGenerator[Endpoint]:
         server.close()  # no waiting: LiteLLM keeps its connections
 
 
-async def ask(served: Endpoint, *, is_direct: bool) -> tuple[Any, ...]:
+async def ask(
+    served: Endpoint, *, is_direct: bool, model: str = "openai/policy", top_p: float | None = None
+) -> tuple[Any, ...]:
     """Make one call; returns the SDK's message and the request, or the exception's kind, text and cause."""
     from openhands.sdk.llm import Message, TextContent
     from openhands.sdk.llm.call_context import LLMCallContext
@@ -82,7 +87,8 @@ async def ask(served: Endpoint, *, is_direct: bool) -> tuple[Any, ...]:
     from pilotage.rollouts.policy_llm import PolicyLLM, open_client
 
     llm = PolicyLLM(
-        model="openai/policy",
+        model=model,
+        top_p=top_p,
         base_url=f"http://127.0.0.1:{served.port}/v1",
         api_key=SecretStr("sk-a-long-key"),
         num_retries=1,
@@ -169,3 +175,13 @@ async def test_a_reply_that_is_no_completion_is_tried_again_as_through_litellm(b
         direct = await ask(served, is_direct=True)
 
     assert direct[0] is through_litellm[0]  # the kind decides about the retry; the text says more than theirs
+
+
+@pytest.mark.parametrize("other", [{"model": "deepseek/policy"}, {"top_p": 0.5}])
+async def test_another_provider_or_parameter_goes_through_litellm(other: dict[str, Any]) -> None:
+    async with endpoint(200, json.dumps(completion(content="plain"))) as served:
+        reply = await ask(served, is_direct=True, **other)
+
+    assert reply[0]["content"][0]["text"] == "plain"
+    assert len(served.clients) == 1
+    assert not served.clients[0].startswith("python-httpx")

@@ -21,6 +21,7 @@ from litellm.types.utils import ModelResponse
 from openhands.sdk import LLM
 from pydantic import PrivateAttr
 
+_PROVIDER = "openai/"
 _PLAIN_PARAMETERS = frozenset({"tools", "prompt_cache_key", "extra_headers"})
 """What the SDK adds to the messages of an agent that leaves sampling to the endpoint."""
 _FREE_OF_CHARGE = {"llm_provider-x-litellm-response-cost": "0"}
@@ -38,12 +39,12 @@ def open_client() -> httpx.AsyncClient:
 
 
 class PolicyLLM(LLM):
-    """Asks an OpenAI-compatible endpoint; make it with `model="openai/NAME"` and `base_url`."""
+    """Asks an OpenAI-compatible endpoint itself where it has one: `base_url`, and `model="openai/NAME"`."""
 
     _client: httpx.AsyncClient | None = PrivateAttr(default=None)
 
     def call_through(self, client: httpx.AsyncClient) -> None:
-        """Use `client` from now on; until then, and on other event loops than its own, LiteLLM does."""
+        """Use `client` from now on; until then LiteLLM does."""
         self._client = client
 
     @override
@@ -57,12 +58,7 @@ class PolicyLLM(LLM):
     ) -> ModelResponse:
         given = {name: value for name, value in kwargs.items() if value is not None}
         client = self._client
-        if (
-            client is None
-            or enable_streaming
-            or self.is_subscription
-            or not given.keys() <= _PLAIN_PARAMETERS
-        ):
+        if client is None or enable_streaming or not self._is_plain(given):
             return await super()._atransport_call(
                 messages=messages, enable_streaming=enable_streaming, on_token=on_token, **kwargs
             )
@@ -75,9 +71,13 @@ class PolicyLLM(LLM):
                 model=self._model, original_exception=error, custom_llm_provider="openai"
             ) from error
 
+    def _is_plain(self, given: dict[str, Any]) -> bool:
+        has_endpoint = self.base_url is not None and self.model.startswith(_PROVIDER)
+        return has_endpoint and not self.is_subscription and given.keys() <= _PLAIN_PARAMETERS
+
     @property
     def _model(self) -> str:
-        return self.model.removeprefix("openai/")
+        return self.model.removeprefix(_PROVIDER)
 
     async def _answer(
         self, client: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str]
