@@ -86,15 +86,15 @@ def _remember_inputs() -> None:
     selections, checked = Remembered[FileSelection](), Remembered[None]()
     select, check = TaskFileFilter.select, TaskPaths.validate_input_tree
 
-    def remembered_select(rules: TaskFileFilter, source_dir: Path) -> FileSelection:
-        return selections.value(source_dir, lambda: select(rules, source_dir), follows_links=True)
+    def remembered_select(self: TaskFileFilter, source_dir: Path) -> FileSelection:
+        return selections.value(source_dir, lambda: select(self, source_dir), follows_links=True)
 
     def remembered_check(
-        paths: TaskPaths, path: Path, *, exclude: Callable[[Path], bool] | None = None
+        self: TaskPaths, path: Path, *, exclude: Callable[[Path], bool] | None = None
     ) -> None:
         if exclude is None:
-            return check(paths, path)
-        return checked.value(path, lambda: check(paths, path, exclude=exclude), follows_links=True)
+            return check(self, path)
+        return checked.value(path, lambda: check(self, path, exclude=exclude), follows_links=True)
 
     TaskFileFilter.select = remembered_select
     TaskPaths.validate_input_tree = remembered_check
