@@ -51,6 +51,7 @@ bench: $(STAMP)  ## run every benchmark; docs/performance.md explains the number
 	$(BIN)/python benchmarks/bench_sampler.py
 	$(BIN)/python benchmarks/bench_rollouts.py overhead
 	$(BIN)/python benchmarks/bench_rollouts.py concurrent
+	[ ! -d tasks/demo ] || $(BIN)/python benchmarks/bench_rollouts.py demo
 	$(BIN)/python benchmarks/bench_service.py
 	@scripts/install_stock_client.sh $(VENV) $(STOCK_VENV)
 	$(BIN)/python benchmarks/bench_wire.py $(STOCK_VENV)/bin/python

@@ -2,10 +2,13 @@
 
     python benchmarks/bench_rollouts.py overhead [--pairs 40]
     python benchmarks/bench_rollouts.py concurrent [--levels 1 8 32 64] [--workers 2]
+    python benchmarks/bench_rollouts.py demo [--steps 3]
 
 `overhead`: Harbor's Trial with the no-op agent in a plain local-process environment (bare) against the same
-through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both. `concurrent`: OpenHands
-rollouts of five model calls (four tools and the hand-in) against a policy without latency.
+through HarborRunner and HostEnvironment, in pairs, so that a busy machine slows both; then the latter in a
+worker process, which looks through a task once. `concurrent`: OpenHands rollouts of five model calls (four
+tools and the hand-in) against a policy without latency. `demo`: the rollouts of the demo's first steps,
+recipe, tasks (`make demo` makes them) and policy as they are, without training.
 """
 
 import argparse
@@ -29,10 +32,16 @@ from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfi
 from harbor.trial.trial import Trial
 from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
 
+from pilotage.datasets.harbor_tasks import load_tasks
+from pilotage.loops.synchronous import train_requests
+from pilotage.recipes.config import load_recipe
+from pilotage.recipes.stack import open_stack
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import AgentChoice
 from pilotage.types import Outcome, Task
+
+_DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 
 
 class BareEnvironment(BaseEnvironment):
@@ -153,6 +162,7 @@ async def overhead(num_pairs: int) -> None:
                     cpu_ours += cpu_seconds() - cpu_at[1]
                     bare.append(bare_s)
                     ours.append(ours_s)
+        in_worker = await trials_in_worker(task, trials, num_pairs)
     ratios = sorted(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
     quartiles = statistics.quantiles(ratios, n=4)
     print(f"{num_pairs} pairs: bare {1e3 * statistics.median(bare):.1f} ms (best {1e3 * min(bare):.1f})")
@@ -161,6 +171,42 @@ async def overhead(num_pairs: int) -> None:
     print(f"best against best {min(ours) / min(bare):.2f}")
     print(f"CPU a trial: bare {1e3 * cpu_bare / num_pairs:.1f} ms,", end=" ")
     print(f"runner + sandbox {1e3 * cpu_ours / num_pairs:.1f} ms, ratio {cpu_ours / cpu_bare:.2f}")
+    print(f"the same in a worker process, as runs do, {1e3 * in_worker:.1f} ms, ratio", end=" ")
+    print(f"{in_worker * num_pairs / cpu_bare:.2f}")
+
+
+async def trials_in_worker(task: Task, trials: Path, count: int) -> float:
+    """Return CPU seconds a trial, of driver, worker and sandbox, where one worker runs them one by one."""
+    settings = RunnerSettings(trials_directory=trials, agent=AgentChoice(name="nop"), workers=1)
+    async with policy() as proxy, HarborRunner(sessions=proxy, settings=settings) as runner:
+        for number in range(3):
+            await runner.run(request_for(task, f"warm-{number}"))
+        pids = worker_pids(runner)
+        before = sum(parts_cpu_s(pids).values())
+        for number in range(count):
+            rollout = await runner.run(request_for(task, f"worker-{number}"))
+            assert rollout.outcome == Outcome.COMPLETED, rollout.failure
+        return (sum(parts_cpu_s(pids).values()) - before) / count
+
+
+def process_cpu_s(pid: int) -> tuple[float, float]:
+    """Return CPU seconds of a process itself, and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system, child_user, child_system = (
+        int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]
+    )
+    return user + system, child_user + child_system
+
+
+def parts_cpu_s(workers: list[int]) -> dict[str, float]:
+    """Return CPU seconds so far of the driver, its workers, and the programs of their sandboxes."""
+    driver, driver_children = process_cpu_s(os.getpid())
+    own = [process_cpu_s(pid) for pid in workers if pid != os.getpid()]
+    return {
+        "driver": driver,
+        "workers": sum(mine for mine, _ in own),
+        "sandboxes": driver_children + sum(children for _, children in own),
+    }
 
 
 def rss_mb(pid: int) -> float:
@@ -168,21 +214,35 @@ def rss_mb(pid: int) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
 
 
+def worker_pids(runner: HarborRunner) -> list[int]:
+    """Return the runner's processes; this one where there are no others."""
+    return [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+
+
+def in_parts(before: dict[str, float], now: dict[str, float], count: int) -> str:
+    """Say how many CPU milliseconds each of `count` rollouts took, and where."""
+    ms = {part: 1e3 * (now[part] - before[part]) / count for part in now}
+    parts = ", ".join(f"{part} {value:.0f}" for part, value in ms.items())
+    return f"CPU ms a rollout: {sum(ms.values()):.0f}, {parts}"
+
+
 async def level(runner: HarborRunner, task: Task, concurrency: int) -> None:
     count = max(2 * concurrency, 8)
+    pids = worker_pids(runner)
+    cpu_before = parts_cpu_s(pids)
     started = time.perf_counter()
     rollouts = await asyncio.gather(
         *(runner.run(request_for(task, f"n{concurrency}-{number}")) for number in range(count))
     )
     seconds = time.perf_counter() - started
+    cpu = in_parts(cpu_before, parts_cpu_s(pids), count)
     assert {rollout.outcome for rollout in rollouts} == {Outcome.COMPLETED}, [r.failure for r in rollouts]
-    pids = [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
     memory = [rss_mb(pid) for pid in pids]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     threads = [len(os.listdir(f"/proc/{pid}/task")) for pid in pids]
     print(
         f"{concurrency:3} at once: {count / seconds:5.2f} rollouts/s, workers {sum(memory):.0f} MB"
-        f" {[round(m) for m in memory]}, open files {files}, threads {threads}",
+        f" {[round(m) for m in memory]}, open files {files}, threads {threads}; {cpu}",
         flush=True,
     )
 
@@ -210,6 +270,28 @@ async def concurrent(levels: list[int], workers: int) -> None:
     print(f"driver: {rss_mb(os.getpid()):.0f} MB, {files} files, {threading.active_count()} threads")
 
 
+async def demo(steps: int) -> None:
+    recipe = load_recipe(_DEMO)
+    tasks = load_tasks(recipe.tasks.train)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        async with open_stack(recipe, model=recipe.policy.model, trials_directory=Path(directory)) as stack:
+            warm = train_requests(tasks, settings=recipe.loop, step=steps + 1)[: 2 * recipe.rollouts.workers]
+            await asyncio.gather(*map(stack.runner.run, warm))
+            print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+            pids = worker_pids(stack.runner)
+            for step in range(1, steps + 1):
+                requests = train_requests(tasks, settings=recipe.loop, step=step)
+                before, started = parts_cpu_s(pids), time.perf_counter()
+                rollouts = await asyncio.gather(*map(stack.runner.run, requests))
+                seconds = time.perf_counter() - started
+                rewards = [rollout.reward.value for rollout in rollouts if rollout.reward is not None]
+                cpu = in_parts(before, parts_cpu_s(pids), len(rollouts))
+                print(
+                    f"step {step}: {seconds:.2f} s, reward {statistics.mean(rewards):.3f}; {cpu}", flush=True
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -217,10 +299,13 @@ def main() -> None:
     second = commands.add_parser("concurrent")
     second.add_argument("--levels", type=int, nargs="+", default=[1, 8, 32, 64])
     second.add_argument("--workers", type=int, default=2)
+    commands.add_parser("demo").add_argument("--steps", type=int, default=3)
     chosen = parser.parse_args()
     prepare()
     if chosen.command == "overhead":
         asyncio.run(overhead(chosen.pairs))
+    elif chosen.command == "demo":
+        asyncio.run(demo(chosen.steps))
     else:
         asyncio.run(concurrent(chosen.levels, chosen.workers))
 

@@ -1,6 +1,7 @@
 """The score of a hand-in, with sums worked out by hand, and the verifier as a program."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,29 @@ def test_the_verifier_always_writes_a_reward(
     written = json.loads(out.read_text())
     assert written["reward"] == reward
     assert written["no_answer"] == no_answer
+
+
+def test_the_verifier_starts_without_the_slow_parts_of_the_standard_library(tmp_path: Path) -> None:
+    gold, out = tmp_path / "gold.json", tmp_path / "reward.json"
+    gold.write_text(json.dumps({"files": ["a.py"], "modules": [], "functions": []}))
+    program = [sys.executable, "-I", "-S", "-X", "importtime", scoring.__file__]
+
+    done = subprocess.run(
+        [*program, str(gold), str(tmp_path / "none.json"), str(out)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "json" in imported
+    assert not {"dataclasses", "inspect", "pathlib", "typing"} & imported
+
+
+def test_places_are_frozen_equal_by_their_fields_and_survive_pickling() -> None:
+    same = Places(files=GOLD.files, modules=GOLD.modules, functions=GOLD.functions)
+
+    assert {GOLD, same, pickle.loads(pickle.dumps(same))} == {GOLD}
+    assert GOLD != FILE_ONLY
+    with pytest.raises(AttributeError, match="frozen"):
+        GOLD.files = frozenset()

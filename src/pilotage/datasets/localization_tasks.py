@@ -28,7 +28,7 @@ BUILD_FILES = frozenset({"Dockerfile", "docker-compose.yaml", ".dockerignore"})
 
 _SCRIPTS = frozenset({"tests/test.sh", "solution/solve.sh"})
 _TEST_SH = """#!/bin/bash
-python3 /tests/score.py /tests/gold.json /logs/agent/locations.json /logs/verifier/reward.json
+python3 -I -S /tests/score.py /tests/gold.json /logs/agent/locations.json /logs/verifier/reward.json
 """
 
 

@@ -4,8 +4,9 @@ This file runs in two places: imported by Pilotage, and copied into a task's `te
 
     python3 score.py GOLD.json LOCATIONS.json REWARD.json
 
-so it imports the standard library only. It always writes a reward: no answer, or one that breaks the
-rules, scores 0 and says why.
+so it imports the standard library only, and little of it: every rollout starts an interpreter for it, and
+dataclasses, pathlib and typing would take three times as long as all the rest. It always writes a reward: no
+answer, or one that breaks the rules, scores 0 and says why.
 
 What a level without gold is worth is the task's choice, `empty`:
 
@@ -15,12 +16,16 @@ What a level without gold is worth is the task's choice, `empty`:
 Under both, an answer without any location scores 0.
 """
 
+from __future__ import annotations  # nothing evaluates them, so what they name need not be imported
+
 import json
+import os
 import posixpath
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Literal
 
 type EmptyLevel = Literal["zero", "match"]
 
@@ -29,8 +34,25 @@ MAX_LOCATIONS = 50
 MAX_HANDIN_BYTES = 1_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
+class _Record:
+    """A frozen record, equal to one of equal fields."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen: {name} cannot be set")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        )
+
+
+class Places(_Record):
     """What should change, or what an answer names, at the three levels."""
 
     files: frozenset[str]
@@ -40,18 +62,23 @@ class Places:
     functions: frozenset[str]
     """`path:Class.method` or `path:function`."""
 
+    def __init__(self, *, files: frozenset[str], modules: frozenset[str], functions: frozenset[str]) -> None:
+        vars(self).update(files=files, modules=modules, functions=functions)
+
     def to_record(self) -> dict[str, list[str]]:
         """Return the three levels as sorted lists, as `gold.json` holds them."""
         return {level: sorted(getattr(self, level)) for level in LEVELS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
+class Score(_Record):
     """F1 of each level; their sum is the reward."""
 
     file_f1: float
     module_f1: float
     function_f1: float
+
+    def __init__(self, *, file_f1: float, module_f1: float, function_f1: float) -> None:
+        vars(self).update(file_f1=file_f1, module_f1=module_f1, function_f1=function_f1)
 
     @property
     def total(self) -> float:
@@ -169,24 +196,26 @@ def ceiling(gold: Places, *, empty: EmptyLevel = "zero") -> float:
     return score_locations(gold, gold, empty=empty).total
 
 
-def read_gold(path: Path) -> tuple[Places, EmptyLevel]:
+def read_gold(path: str | os.PathLike[str]) -> tuple[Places, EmptyLevel]:
     """Read a task's `gold.json`: the places, and what an empty level is worth.
 
     Raises:
         OSError: there is none.
         ValueError, KeyError, TypeError: it is of another form.
     """
-    record = json.loads(path.read_text(encoding="utf-8"))
+    with open(path, encoding="utf-8") as file:
+        record = json.load(file)
     return Places(**{level: frozenset(record[level]) for level in LEVELS}), record.get("empty", "zero")
 
 
-def _read_answer(path: Path) -> Places:
-    if not path.is_file():
+def _read_answer(path: str) -> Places:
+    if not os.path.isfile(path):
         raise InvalidAnswerError("no hand-in")
-    if path.stat().st_size > MAX_HANDIN_BYTES:
+    if os.path.getsize(path) > MAX_HANDIN_BYTES:
         raise InvalidAnswerError(f"the hand-in is larger than {MAX_HANDIN_BYTES} bytes")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
     except ValueError as error:
         raise InvalidAnswerError(f"the hand-in is not JSON: {error}") from error
     return places_of(record.get("locations") if isinstance(record, dict) else record)
@@ -194,7 +223,7 @@ def _read_answer(path: Path) -> Places:
 
 def main(argv: list[str]) -> int:
     """Score one hand-in and write `reward.json`; the verifier's entry point."""
-    gold_path, answer_path, reward_path = map(Path, argv)
+    gold_path, answer_path, reward_path = argv
     gold, empty = read_gold(gold_path)
     no_answer = 0
     try:
@@ -209,7 +238,8 @@ def main(argv: list[str]) -> int:
         "function_f1": score.function_f1,
         "no_answer": no_answer,
     }
-    reward_path.write_text(json.dumps(reward) + "\n", encoding="utf-8")
+    with open(reward_path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(reward) + "\n")
     return 0
 
 

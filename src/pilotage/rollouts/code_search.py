@@ -1,4 +1,4 @@
-"""Search Python definitions inside a sandbox with POSIX tools alone: find, awk, sort, head.
+"""Search Python definitions inside a sandbox with POSIX tools alone: find, grep, awk.
 
 One awk pass over all files tracks `class` and `def` by indentation, attributes every line that holds a
 query word as a whole identifier to its definition, and counts. It reads code as lines, not as syntax: a
@@ -24,16 +24,14 @@ def search_command(query: str) -> str | None:
     words = list(dict.fromkeys(re.findall(r"[A-Za-z0-9_]+", query)))[:MAX_WORDS]
     if not words:
         return None
-    pattern = f"(^|[^A-Za-z0-9_])({'|'.join(words)})([^A-Za-z0-9_]|$)"
+    any_word = "|".join(words)
     awk = (
-        f"awk -v query={shlex.quote(' '.join(words))} -v pattern={shlex.quote(pattern)}"
-        f" {shlex.quote(_PROGRAM)}"
+        f"awk -v query={shlex.quote(' '.join(words))} -v pattern={shlex.quote(any_word)}"
+        f" -v most={MAX_RESULTS} {shlex.quote(_PROGRAM)}"
     )
     # Most files hold none of the words; grep finds those that do at a tenth of awk's cost.
-    files = f"find . -type f -name '*.py' -exec grep -lwE '{'|'.join(words)}' {{}} + | tr '\\n' '\\0'"
-    order = """sort -t "$(printf '\\t')" -k1,1nr -k2,2nr -k4,4 -k3,3n"""
-    first = f"sed -n 1,{MAX_RESULTS}p"
-    return f"export LC_ALL=C; {files} | xargs -0 -r {awk} | {order} | {first}"
+    files = f"find . -type f -name '*.py' -exec grep -lwE '{any_word}' {{}} +"
+    return f"export LC_ALL=C; {files} | {awk}"
 
 
 def search_result(output: str) -> str:

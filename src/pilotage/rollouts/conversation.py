@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, override
 
-from openhands.sdk import LLM, Agent, LocalConversation
+import httpx
+from openhands.sdk import Agent, LocalConversation
 from openhands.sdk.conversation.exceptions import ConversationRunError
 from openhands.sdk.conversation.state import ConversationExecutionStatus
 from openhands.sdk.event import ActionEvent, Event, MessageEvent, ObservationEvent
@@ -24,6 +25,7 @@ from openhands.sdk.mcp.utils import DefaultMCPToolProvider
 from pydantic import SecretStr
 
 from pilotage.rollouts.mcp_servers import McpServer
+from pilotage.rollouts.policy_llm import PolicyLLM, open_client
 from pilotage.rollouts.report import AgentFacts, EnvironmentLostError, StopReason
 from pilotage.rollouts.tools import ToolSession, close_session, open_session, tool_specs
 
@@ -45,8 +47,8 @@ class ConversationSettings:
     """Of one model call; sampling may queue, so the trial's own deadline should come first."""
 
 
-def _llm(settings: ConversationSettings) -> LLM:
-    return LLM(
+def _llm(settings: ConversationSettings, client: httpx.AsyncClient) -> PolicyLLM:
+    llm = PolicyLLM(
         model=settings.model,
         base_url=settings.base_url,
         api_key=SecretStr(settings.api_key),
@@ -63,6 +65,8 @@ def _llm(settings: ConversationSettings) -> LLM:
         openrouter_site_url="",
         openrouter_app_name="",
     )
+    llm.call_through(client)
+    return llm
 
 
 class _McpTools(DefaultMCPToolProvider):
@@ -98,7 +102,11 @@ class _McpTools(DefaultMCPToolProvider):
 
 
 def _conversation(
-    settings: ConversationSettings, session: ToolSession, session_key: str, workspace: str
+    settings: ConversationSettings,
+    session: ToolSession,
+    session_key: str,
+    workspace: str,
+    client: httpx.AsyncClient,
 ) -> LocalConversation:
     def end_early(event: Event) -> None:
         # Called on the loop's thread inside the SDK's step, which holds the lock of the state.
@@ -108,7 +116,7 @@ def _conversation(
             conversation.state.execution_status = ConversationExecutionStatus.FINISHED
 
     agent = Agent(
-        llm=_llm(settings),
+        llm=_llm(settings, client),
         tools=tool_specs(settings.tools, session_key),
         system_prompt=settings.system_prompt,
         include_default_tools=[],
@@ -147,11 +155,12 @@ async def converse(
     session_key = uuid.uuid4().hex
     open_session(session_key, session)
     try:
-        conversation = _conversation(settings, session, session_key, workspace)
-        try:
-            error = await _run_to_end(conversation, session, instruction)
-        finally:
-            await asyncio.shield(asyncio.to_thread(conversation.close))
+        async with open_client() as client:
+            conversation = _conversation(settings, session, session_key, workspace, client)
+            try:
+                error = await _run_to_end(conversation, session, instruction)
+            finally:
+                await asyncio.shield(asyncio.to_thread(conversation.close))
     finally:
         close_session(session_key)
     if session.environment_failure is not None:

@@ -39,6 +39,7 @@ _DIRECTORIES = (
 _OUTPUT_LIMIT_BYTES = 2**20
 _MTIME = 1_577_836_800.0
 """2020-01-01: every file of a task is equally old."""
+_HARBOR_ARGUMENTS = frozenset(inspect.signature(BaseEnvironment.__init__).parameters)
 _transfers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="pilotage-transfer")
 """Apart from the event loop's own threads: those may all be waiting for a command of an agent's tool."""
 
@@ -79,8 +80,7 @@ class HostEnvironment(BaseEnvironment):
             ConfigError: bubblewrap is missing or not allowed, an option is unknown, or a directory to show is
                 missing, or cannot be shown because there is no sandbox.
         """
-        known = inspect.signature(BaseEnvironment.__init__).parameters
-        if unknown := sorted(set(harbor) - set(known)):
+        if unknown := sorted(set(harbor) - _HARBOR_ARGUMENTS):
             raise ConfigError(
                 f"HostEnvironment has no option {', '.join(unknown)}; it has: unsandboxed, shown_directories"
             )

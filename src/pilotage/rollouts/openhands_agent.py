@@ -9,6 +9,7 @@ environment.
 import asyncio
 import importlib
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, override
@@ -73,7 +74,7 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
 
     @override
     def version(self) -> str:
-        return version("openhands-sdk")
+        return _sdk_version()
 
     @override
     async def setup(self, environment: BaseEnvironment) -> None:
@@ -111,6 +112,11 @@ class OpenHandsHarborAgent(DriverAgent[OpenHandsOptions]):
         )
         facts = await converse(settings, session, instruction, str(self.logs_dir))
         context.metadata = facts.to_metadata()
+
+
+@cache
+def _sdk_version() -> str:
+    return version("openhands-sdk")  # reads the package's metadata
 
 
 def _system_prompt(file: str | None, skills: Sequence[str]) -> str:

@@ -177,6 +177,7 @@ def _program_of(holder: Path, roots: set[Path]) -> Path:
     return holder if is_kept else program
 
 
+@cache
 def interpreter_path() -> str:
     """Return the PATH of commands: the Python installation that is bound inside, then the system's."""
     directory = str(Path(sys.base_prefix).resolve() / "bin")

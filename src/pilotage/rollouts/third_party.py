@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import cache
 
 from pilotage.rollouts.register import default_directory, private_directory
 
@@ -17,8 +18,9 @@ _SETTINGS = {
 }
 
 
+@cache
 def prepare() -> None:
-    """Set what the user has not set; call it before any of them is imported."""
+    """Set what the user has not set; call it before any of them is imported, as often as you like."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     os.environ["DEBUG_LLM"] = "false"  # true makes the import wait for an answer on the terminal

@@ -13,9 +13,11 @@ import shlex
 import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, override
 
+import orjson
 from harbor.environments.base import BaseEnvironment, ExecResult
 from litellm import ChatCompletionToolParam, ChatCompletionToolParamFunctionChunk
 from openhands.sdk.tool import Action, Observation, Tool, ToolDefinition, ToolExecutor, register_tool
@@ -82,6 +84,14 @@ def close_session(key: str) -> None:
     _sessions.pop(key, None)
 
 
+@cache
+def _parameters(action_type: type[Schema]) -> bytes:
+    """Return the JSON schema of a tool's arguments; the SDK asks for it at every call of the model."""
+    schema = action_type.to_mcp_schema()
+    schema.pop("description", None)  # the docstring of our class
+    return orjson.dumps(schema)
+
+
 class _SessionTool[A: Action, O: Observation](ToolDefinition[A, O]):
     """A tool whose schema is its own arguments and nothing else."""
 
@@ -91,12 +101,12 @@ class _SessionTool[A: Action, O: Observation](ToolDefinition[A, O]):
         add_security_risk_prediction: bool = False,
         action_type: type[Schema] | None = None,
     ) -> ChatCompletionToolParam:
-        schema = (action_type or self.action_type).to_mcp_schema()
-        schema.pop("description", None)  # the docstring of our class
         return ChatCompletionToolParam(
             type="function",
             function=ChatCompletionToolParamFunctionChunk(
-                name=self.name, description=self.description, parameters=schema
+                name=self.name,
+                description=self.description,
+                parameters=orjson.loads(_parameters(action_type or self.action_type)),
             ),
         )
 

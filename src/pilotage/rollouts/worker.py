@@ -95,12 +95,14 @@ def main() -> None:
     """Import what trials need, then work until the socket closes."""
     end_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))
     prepare()
+    gc.disable()  # hundreds of collections of what is there to stay would be a sixth of the import
     for module in _PRELOADED:
         importlib.import_module(module)
-    from pilotage.rollouts.task_digests import remember_digests  # imports Harbor, so only now
+    from pilotage.rollouts.remembered_tasks import remember_tasks  # imports Harbor, so only now
 
-    remember_digests()
+    remember_tasks()
     gc.freeze()  # a million objects of imported modules, which every full collection would walk
+    gc.enable()
     asyncio.run(_serve(int(sys.argv[1])))
     os._exit(0)  # threads of tools that ignore their end must not hold the process
 
