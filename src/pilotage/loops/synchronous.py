@@ -21,13 +21,14 @@ from typing import Protocol
 import numpy as np
 
 from pilotage.algorithms import build_batch
-from pilotage.errors import ConfigError, PilotageError, TrainerError
+from pilotage.errors import ConfigError, PilotageError, SamplerError, TrainerError
 from pilotage.interfaces import MetricSink, RolloutRunner, Trainer
 from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
 from pilotage.loops.run_directory import RunDirectory
 from pilotage.loops.settings import LoopSettings
 from pilotage.types import (
     ForwardBackwardResult,
+    Outcome,
     Rollout,
     RolloutRequest,
     Sample,
@@ -109,6 +110,14 @@ async def _completed[T](work: Coroutine[object, object, T]) -> T:
         raise
 
 
+def _require_sampler(rollouts: Sequence[Rollout], what: str) -> None:
+    """Raise SamplerError where no rollout got an answer: a step without them would be lost, not idle."""
+    failures = [rollout.failure for rollout in rollouts if rollout.outcome is Outcome.SAMPLER_ERROR]
+    if failures and len(failures) == len(rollouts):
+        said = "" if failures[0] is None else failures[0].message
+        raise SamplerError(f"the sampler failed in all {what}: {said}; mend it, then resume the run")
+
+
 class SynchronousLoop:
     """Trains a policy with rollouts of its own newest weights."""
 
@@ -148,6 +157,7 @@ class SynchronousLoop:
 
         Raises:
             TrainerError: a step failed, or too many steps in a row gave no gradient.
+            SamplerError: no rollout of a step got an answer.
         """
         try:
             await self._run_steps(await self._start())
@@ -287,4 +297,6 @@ class SynchronousLoop:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(request)) for request in wanted]
-        return [task.result() for task in tasks]
+        rollouts = [task.result() for task in tasks]
+        _require_sampler(rollouts, f"{phase} of step {step}")
+        return rollouts
