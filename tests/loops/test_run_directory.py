@@ -203,3 +203,27 @@ def test_a_rewind_forgets_what_came_after_and_keeps_the_rest(tmp_path: Path) -> 
         run.rewind(-1)
         assert run.metrics() == []
         assert run.rollout_files() == []
+
+
+def test_a_damaged_config_is_one_clear_line(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+    append_line(path / "events.jsonl", b'{"event":"started"}')
+    for damage in (b'name = "de', b"\xff\xfe\x00"):
+        (path / "config.toml").write_bytes(damage)
+        said = refusal(path, CONFIG, resume=True)
+        assert said.startswith(f"{path / 'config.toml'} cannot be read: ")
+        assert said.endswith("; restore it")
+
+
+def test_records_that_were_lost_are_named_when_the_run_goes_on(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        for step in range(5):
+            run.write({"step": step})
+        lines = run.metrics_path.read_bytes().splitlines(keepends=True)
+        run.metrics_path.write_bytes(b"".join([lines[0], b"\x00" * 12 + b"\n", *lines[2:]]))
+        run.rewind(3)
+        assert [record["step"] for record in run.metrics()] == [0, 2, 3]
+        (event,) = run.events()
+        assert (event["event"], event["count"], event["steps"]) == ("records_lost", 1, "1")
+        run.rewind(-1)
+        assert len(run.events()) == 1, "a run that begins has lost nothing"

@@ -152,8 +152,15 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved config that the run was started with."""
-        return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        """Return the resolved config that the run was started with.
+
+        Raises:
+            RunDirectoryError: it is damaged.
+        """
+        try:
+            return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        except ValueError as error:  # no UTF-8, or no TOML
+            raise RunDirectoryError(f"{self.config_path} cannot be read: {error}; restore it") from error
 
     # --- records ---
 
@@ -214,6 +221,9 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget what came after `step`: it was not checkpointed and will be done again."""
         kept = [record for record in self.metrics() if record["step"] <= step]
+        lost = sorted(set(range(step + 1)) - {int(record["step"]) for record in kept})
+        if lost:
+            self.event("records_lost", count=len(lost), steps=", ".join(map(str, lost)))
         write_atomically(self.metrics_path, b"".join(orjson.dumps(r) + b"\n" for r in kept))
         for directory in (self.path / "rollouts").glob("*-[0-9]*"):
             if int(directory.name.rpartition("-")[2]) > step:
