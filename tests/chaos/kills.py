@@ -205,8 +205,10 @@ def campaign(
     rng = random.Random(seed)
     expected: dict[str, Account] = {}
     remaining = count
-    root = Path(tempfile.mkdtemp(prefix="pilotage-chaos-")) / "machine"
-    with machine(root) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="pilotage-chaos-") as directory,
+        machine(Path(directory) / "machine") as made,
+    ):
         for number, kind in enumerate(itertools.cycle(KINDS[name] for name in kinds)):
             if remaining <= 0:
                 break
@@ -221,4 +223,3 @@ def campaign(
             made.clear()
             yield result
             remaining -= len(result.kills)
-    root.parent.rmdir()
