@@ -227,3 +227,12 @@ def test_records_that_were_lost_are_named_when_the_run_goes_on(tmp_path: Path) -
         assert (event["event"], event["count"], event["steps"]) == ("records_lost", 1, "1")
         run.rewind(-1)
         assert len(run.events()) == 1, "a run that begins has lost nothing"
+
+
+def test_a_run_that_could_not_be_opened_is_held_by_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / ".config.toml.partial").mkdir(parents=True)  # where the config would be written first
+    with pytest.raises(OSError, match="config"):
+        RunDirectory.open(path, CONFIG, resume=False)
+    (path / ".config.toml.partial").rmdir()
+    started(path)

@@ -4,6 +4,7 @@ config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
 rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/
 """
 
+import contextlib
 import hashlib
 import shutil
 import time
@@ -100,9 +101,12 @@ class RunDirectory:
         """
         cls.check(path, config, resume=resume)
         run = cls(path)
-        run._acquire()
-        if not resume:
-            write_atomically(run.config_path, tomli_w.dumps(dict(config)).encode())
+        with contextlib.ExitStack() as held:
+            held.push(run)
+            run._acquire()
+            if not resume:
+                write_atomically(run.config_path, tomli_w.dumps(dict(config)).encode())
+            held.pop_all()
         return run
 
     def __enter__(self) -> Self:
