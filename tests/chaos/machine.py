@@ -149,7 +149,7 @@ class Machine:
         for member in self.members():
             yield f"process {member.process.pid}: {member.command[:80]}"
         register = self._register().directory
-        for path in [*register.glob("*.json"), *register.glob("*.partial"), *register.glob("trees/*")]:
+        for path in [*register.glob("*.json"), *register.glob("trees/*")]:
             yield f"register entry {path.name}"
         for path in self.root.glob("*/*/trials/*"):
             yield f"trial directory {path.name}"

@@ -236,3 +236,13 @@ def test_a_run_that_could_not_be_opened_is_held_by_nobody(tmp_path: Path) -> Non
         RunDirectory.open(path, CONFIG, resume=False)
     (path / ".config.toml.partial").rmdir()
     started(path)
+
+
+def test_a_rewind_removes_what_a_killed_writer_left_of_an_error(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        (run.path / "errors" / ".step-0001-00-00.error.partial").touch()
+        (run.path / "errors" / "step-0001-00-01.error").touch()
+        run.write({"step": 0})
+        run.write({"step": 1})
+        run.rewind(1)
+    assert [path.name for path in (run.path / "errors").iterdir()] == ["step-0001-00-01.error"]

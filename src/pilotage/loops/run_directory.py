@@ -235,3 +235,7 @@ class RunDirectory:
         for error in (self.path / "errors").glob("*.error"):
             if int(error.name.split("-")[1]) > step:
                 error.unlink()
+        for partial in (self.path / "errors").glob(
+            ".*.partial"
+        ):  # a killed writer's; nothing else replaces it
+            partial.unlink()
