@@ -66,13 +66,13 @@ class Machine:
             check=False,
         )
 
-    def start(self, log: str, *words: str, **environment: str) -> "subprocess.Popen[bytes]":
+    def start(self, log: str, *words: str) -> "subprocess.Popen[bytes]":
         """Start a command whose output is appended to the file `log`."""
         with (self.root / log).open("ab") as output:
             return subprocess.Popen(
                 self._command(words),
                 cwd=self.root,
-                env=self.environment | environment,
+                env=self.environment,
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,
