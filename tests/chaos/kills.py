@@ -5,7 +5,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -195,7 +195,7 @@ def undisturbed(machine: Machine, kind: Kind) -> Account:
 
 def campaign(
     count: int, *, seed: int, kinds: Sequence[str] = ORDER, per_run: int = 6, kept: Path | None = None
-) -> Iterator[RunResult]:
+) -> Generator[RunResult]:
     """Yield one result a run until `count` kills were done.
 
     Args:

@@ -1,4 +1,6 @@
-"""A small kill campaign; scripts/chaos.py runs the whole one."""
+"""One killed run; scripts/chaos.py runs a whole campaign of them."""
+
+import contextlib
 
 import pytest
 from tests.chaos.kills import campaign
@@ -6,7 +8,9 @@ from tests.chaos.kills import campaign
 
 @pytest.mark.agents
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_killed_runs_end_as_if_nobody_had_disturbed_them() -> None:
-    results = list(campaign(3, seed=3, kinds=["alone"], per_run=3))
-    assert [fault for result in results for fault in result.faults] == []
-    assert sum(len(result.kills) for result in results) == 3
+    with contextlib.closing(campaign(4, seed=0, kinds=["alone"], per_run=4)) as results:
+        result = next(results)
+    assert result.kills
+    assert result.faults == []
