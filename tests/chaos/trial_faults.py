@@ -70,9 +70,7 @@ def _flood(rng: random.Random, token: str) -> Plan:
 
 
 def _delete_workspace(rng: random.Random, token: str) -> Plan:
-    target = rng.choice(
-        ("/workspace", "/workspace/*", "/workspace /tmp", "-- * .*", "/usr /bin /etc /workspace")
-    )
+    target = rng.choice(("/workspace", "/workspace/*", "/workspace /tmp", "-- * .*", "/usr /etc /workspace"))
     return Plan(acts=[f"rm -rf {target} 2>&1 | tail -1", "echo next"])
 
 
