@@ -168,6 +168,7 @@ def test_a_sweep_removes_what_a_killed_writer_left_and_not_what_is_being_written
     for name, age_s in (("old", 3600.0), ("new", 0.0)):
         path = register.directory / f"{name}.partial"
         path.write_text("{")
-        os.utime(path, (time.time() - age_s,) * 2)
+        written_at = time.time() - age_s
+        os.utime(path, (written_at, written_at))
     register.sweep()
     assert [path.name for path in register.directory.iterdir()] == ["new.partial"]
