@@ -30,10 +30,10 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.trial.trial import Trial
+from pilotage.loops.synchronous import train_requests
 from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
 
 from pilotage.datasets.harbor_tasks import load_tasks
-from pilotage.loops.synchronous import train_requests
 from pilotage.recipes.config import load_recipe
 from pilotage.recipes.stack import open_stack
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings

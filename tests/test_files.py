@@ -74,3 +74,13 @@ def test_lines_are_appended_in_order(tmp_path: Path) -> None:
     append_line(path, b"1")
     append_line(path, b"2")
     assert path.read_bytes() == b"1\n2\n"
+
+
+def test_a_line_after_a_torn_one_is_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_line(path, b"1")
+    with path.open("ab") as file:
+        file.write(b'{"at": 17')
+    append_line(path, b"2")
+    append_line(path, b"3")
+    assert path.read_bytes() == b'1\n{"at": 17\n2\n3\n'

@@ -35,8 +35,15 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append one line and flush it to disk; a torn last line of a killed writer is dropped by the reader."""
-    with path.open("ab") as file:
+    """Append one line and flush it to disk.
+
+    What a killed writer or a full disk left torn is closed first: the reader drops that
+    line, and not this one with it.
+    """
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line + b"\n")
         file.flush()
         os.fsync(file.fileno())

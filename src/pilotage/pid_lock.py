@@ -34,9 +34,14 @@ def acquire(path: Path) -> PidLock | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_at(path, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-            return PidLock(path, descriptor)
+            lock = PidLock(path, descriptor)
+            try:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            except OSError:  # a full disk
+                lock.release()
+                raise
+            return lock
         os.close(descriptor)
         if time.monotonic() > deadline:
             return None

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,18 @@ def test_baselines_are_those_that_were_named_and_score_as_among_all(
 
     expected = "no method bm25; --methods are of random, bm25-1, bm25-2, bm25-3, identifiers, gold"
     assert line_of(capsys, 2, "baseline", "--methods", "bm25", tasks) == expected
+
+
+def test_a_machine_that_has_run_out_of_something_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    config = {"name": "demo", "loop": {"num_steps": 1}}
+    with RunDirectory.open(tmp_path / "run", config, resume=False) as run:
+        run.write(make_record(1, 0.5))
+    limited = 'ulimit -f 1; exec "$0" -m pilotage report run'  # of files; a graph is larger
+    done = subprocess.run(
+        ["bash", "-c", limited, sys.executable], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "pilotage: File too large: raise the limit of a file's size (ulimit -f), then give the command again"
+    )
+    assert "Traceback" not in done.stderr

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.engine.models import STOP, module_logprobs
 from tests.engine.test_trainer import batch
 
@@ -165,3 +167,29 @@ async def test_a_model_that_transformers_does_not_know_is_refused(
     (tmp_path / "model" / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ConfigError, match="cannot be loaded"):
         await open_engine(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 64])
+async def test_a_damaged_checkpoint_is_one_clear_line(
+    model_dirs: dict[str, Path], tmp_path: Path, name: str, damage: bytes
+) -> None:
+    engine = await open_engine(model_dirs["qwen3"])
+    try:
+        await engine.save(tmp_path / "checkpoint")
+        (tmp_path / "checkpoint" / name).write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"cannot be (loaded|read)") as caught:
+            await engine.load(tmp_path / "checkpoint")
+        assert "\n" not in str(caught.value)
+    finally:
+        await engine.close()
+
+
+def test_tensors_that_cannot_be_written_leave_no_checkpoint_and_say_why(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        (directory / "model.safetensors").mkdir()
+        save_file({"weight": torch.zeros(2)}, directory / "model.safetensors")
+
+    with pytest.raises(TrainerError, match=r"could not be written: .*; mend that, then resume the run"):
+        write_checkpoint(tmp_path / "checkpoint", Manifest(weights_version=0, is_published=True), write)
+    assert not (tmp_path / "checkpoint").exists()

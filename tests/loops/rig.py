@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pilotage.errors import TrainerError
+from pilotage.files import write_atomically
 from pilotage.loops import LoopSettings, RunDirectory, TrainingLoop
 from pilotage.trackers import TrackedRun, TrackerName, open_trackers
 from pilotage.types import (
@@ -86,8 +87,12 @@ class CountingTrainer:
         return self.version
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
-        directory.mkdir()  # noqa: ASYNC240  # instant, and nothing else runs
-        (directory / "weights.txt").write_text(f"{self.weights!r} {self.version} {self.num_steps}")
+        partial = directory.with_name(f".{directory.name}.partial")
+        partial.mkdir(exist_ok=True)  # instant, and nothing else runs
+        write_atomically(
+            partial / "weights.txt", f"{self.weights!r} {self.version} {self.num_steps}".encode()
+        )
+        partial.rename(directory)
 
     async def load(self, directory: Path) -> None:
         weights, version, steps = (directory / "weights.txt").read_text().split()

@@ -93,3 +93,9 @@ def test_an_importance_ratio_between_two_temperatures_is_refused() -> None:
         ValidationError, match=r"sampling\.temperature 0\.7 differs from loss\.temperature 1\.0"
     ):
         LoopSettings(sampling=SamplingParams(temperature=0.7))
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(top_p=0.9), SamplingParams(top_k=20)])
+def test_sampling_that_renormalises_log_probs_is_refused(sampling: SamplingParams) -> None:
+    with pytest.raises(ValidationError, match=r"training needs sampling\.top_p = 1 and sampling\.top_k = 0"):
+        LoopSettings(sampling=sampling)

@@ -1,5 +1,6 @@
 """A rollout file gives back what was written, bit for bit."""
 
+import re
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pilotage.errors import RunDirectoryError
 from pilotage.loops import read_rollout, write_rollout
 from pilotage.types import (
     BranchCause,
@@ -155,3 +157,31 @@ def test_only_whole_files_are_left(tmp_path: Path) -> None:
         write_rollout(tmp_path / "missing" / "r.json.gz", one_turn([-0.5]))
     write_rollout(tmp_path / "r.json.gz", one_turn([-0.5]))
     assert [path.name for path in tmp_path.iterdir()] == ["r.json.gz"]
+
+
+@given(rollouts(), st.data())
+@settings(max_examples=40)
+def test_a_file_with_any_damage_is_the_rollout_or_one_clear_line(
+    rollout: Rollout, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "r.json.gz"
+        write_rollout(path, rollout)
+        raw = bytearray(path.read_bytes())
+        if data.draw(st.booleans()):
+            del raw[data.draw(st.integers(0, len(raw) - 1)) :]
+        else:
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(raw)
+        said = what_a_reader_says(path)
+        # A header's field may say nothing of the content: then the rollout is there all the same.
+        assert said == rollout.id or re.fullmatch(
+            f"{re.escape(str(path))} is no readable rollout: .*; restore or remove it", said, re.DOTALL
+        )
+
+
+def what_a_reader_says(path: Path) -> str:
+    try:
+        return read_rollout(path).id
+    except RunDirectoryError as error:
+        return str(error)

@@ -19,6 +19,7 @@ from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line
 from pilotage.loops import RunDirectory, read_rollout
 from pilotage.loops.run_directory import config_digest
+from pilotage.loops.schedule import Position
 from pilotage.types import (
     Outcome,
     Reward,
@@ -253,3 +254,61 @@ def test_a_damaged_rollout_is_run_again_and_an_event_says_so(tmp_path: Path, dam
         assert run.kept_rollout("step-0001", request_of(rollout)) is None
         assert run.events()[-1]["event"] == "rollout_unreadable"
         assert run.events()[-1]["message"].endswith("it is run again")
+
+
+def test_a_damaged_config_is_one_clear_line(tmp_path: Path) -> None:
+    path = started(tmp_path / "run")
+    append_line(path / "events.jsonl", b'{"event":"started"}')
+    for damage in (b'name = "de', b"\xff\xfe\x00"):
+        (path / "config.toml").write_bytes(damage)
+        said = refusal(path, CONFIG, resume=True)
+        assert said.startswith(f"{path / 'config.toml'} cannot be read: ")
+        assert said.endswith("; restore it")
+
+
+def test_records_that_were_lost_are_named_when_the_run_goes_on(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        for step in range(5):
+            run.write({"step": step})
+        lines = run.metrics_path.read_bytes().splitlines(keepends=True)
+        run.metrics_path.write_bytes(b"".join([lines[0], b"\x00" * 12 + b"\n", *lines[2:]]))
+        run.rewind(3)
+        assert [record["step"] for record in run.metrics()] == [0, 2, 3]
+        (event,) = run.events()
+        assert (event["event"], event["count"], event["steps"]) == ("records_lost", 1, "1")
+        run.rewind(-1)
+        assert len(run.events()) == 1, "a run that begins has lost nothing"
+
+
+def test_a_run_that_could_not_be_opened_is_held_by_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    (path / ".config.toml.partial").mkdir(parents=True)  # where the config would be written first
+    with pytest.raises(OSError, match="config"):
+        RunDirectory.open(path, CONFIG, resume=False)
+    (path / ".config.toml.partial").rmdir()
+    started(path)
+
+
+def test_a_rewind_removes_what_a_killed_writer_left_of_an_error(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        (run.path / "errors" / ".step-0001-00-00.error.partial").touch()
+        (run.path / "errors" / "step-0001-00-01.error").touch()
+        run.write({"step": 0})
+        run.write({"step": 1})
+        run.rewind(1)
+    assert [path.name for path in (run.path / "errors").iterdir()] == ["step-0001-00-01.error"]
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}", b'{"next_group": "x", "ahead": []}'])
+def test_a_position_that_is_gone_or_damaged_is_one_clear_line(tmp_path: Path, damage: bytes | None) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        position = Position(steps_done=3, next_group=5, ahead=frozenset({7}))
+        run.write_position(position)
+        assert run.position(3) == position
+        path = run.path / "checkpoints" / "step-0003.json"
+        path.unlink() if damage is None else path.write_bytes(damage)
+        with pytest.raises(
+            RunDirectoryError,
+            match=r"step-0003\.json does not say where the run stood: .*; restore it, or remove ",
+        ):
+            run.position(3)

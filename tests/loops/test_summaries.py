@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.algorithms.strategies import make_rollout, make_turn
 
 from pilotage.loops import RunDirectory, read_rollout
-from pilotage.loops.summaries import SUMMARY_FILE, read_summaries, summarise
+from pilotage.loops.summaries import SUMMARY_FILE, complete_summaries, read_summaries, summarise
 from pilotage.types import BranchCause, Rollout
 
 
@@ -56,3 +56,15 @@ def test_a_reader_goes_on_where_it_stopped_and_leaves_a_torn_line(tmp_path: Path
 
 def test_without_the_file_there_are_no_lines_and_nothing_was_read(tmp_path: Path) -> None:
     assert read_summaries(tmp_path) == ([], 0)
+
+
+def test_lines_that_a_killed_writer_did_not_come_to_write_are_made_up_for(tmp_path: Path) -> None:
+    directory = written(tmp_path, rollout_of("a"), rollout_of("b"), rollout_of("c"))
+    lines = (directory / SUMMARY_FILE).read_bytes().splitlines(keepends=True)
+    (directory / SUMMARY_FILE).write_bytes(lines[0] + lines[2][:20])
+    (directory / "b.json.gz").write_bytes(b"damaged")
+    complete_summaries(directory)
+    complete_summaries(directory)
+    found, _ = read_summaries(directory)
+    assert [line.summary.id for line in found] == ["a", "c"]
+    assert found[1].summary == summarise("step-0001", rollout_of("c"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.loops.rig import TOKENS_PER_ROLLOUT, CountingTrainer, Rig, Watcher, make_tasks
 
-from pilotage.errors import ConfigError, TrainerError
+from pilotage.errors import ConfigError, SamplerError, TrainerError
 from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, TrainingLoop, read_rollout
 from pilotage.types import BranchCause, Ledger, Outcome
 
@@ -279,3 +279,31 @@ async def test_a_step_that_fails_while_the_run_is_stopped_is_reported_and_not_sa
         await task
     assert rig.watcher.phases[-1][0] == "train"
     assert RunDirectory(tmp_path / "run").newest_checkpoint() == 0
+
+
+def of_step(step: int, outcome: Outcome) -> dict[str, Outcome]:
+    return {f"step-{step:04d}-{group:02d}-{index:02d}": outcome for group in (0, 1) for index in (0, 1)}
+
+
+async def test_a_step_in_which_the_sampler_answered_nobody_ends_the_run_and_is_done_again(
+    tmp_path: Path,
+) -> None:
+    whole = Rig(settings=SETTINGS)
+    await whole.run(tmp_path / "whole")
+    dead = Rig(settings=SETTINGS, ends=of_step(3, Outcome.SAMPLER_ERROR))
+    with pytest.raises(
+        SamplerError, match=r"failed in all rollouts of step 3: it crashed; mend it, then resume"
+    ):
+        await dead.run(tmp_path / "run")
+    assert [record["step"] for record in RunDirectory(tmp_path / "run").metrics()] == [0, 1, 2]
+    resumed = Rig(settings=SETTINGS)
+    await resumed.run(tmp_path / "run", resume=True)
+    assert done(tmp_path / "run") == done(tmp_path / "whole")
+    assert resumed.trainer.weights == whole.trainer.weights
+
+
+async def test_a_step_in_which_the_sampler_answered_somebody_goes_on(tmp_path: Path) -> None:
+    ends = of_step(3, Outcome.SAMPLER_ERROR)
+    del ends["step-0003-01-01"]
+    await Rig(settings=SETTINGS, ends=ends).run(tmp_path / "run")
+    assert RunDirectory(tmp_path / "run").metrics()[3]["outcome/sampler_error"] == 3

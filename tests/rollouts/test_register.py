@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,13 @@ def test_a_zombie_counts_as_gone() -> None:
     assert identity is None or not is_running(identity)
     assert identity is None or not kill(identity)
     process.wait()
+
+
+def test_a_sweep_removes_what_a_killed_writer_left_and_not_what_is_being_written(register: Register) -> None:
+    for name, age_s in (("old", 3600.0), ("new", 0.0)):
+        path = register.directory / f"{name}.partial"
+        path.write_text("{")
+        written_at = time.time() - age_s
+        os.utime(path, (written_at, written_at))
+    register.sweep()
+    assert [path.name for path in register.directory.iterdir()] == ["new.partial"]

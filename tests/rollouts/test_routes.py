@@ -10,7 +10,7 @@ from tests.rollouts.rig import policy, request_for, write_task
 
 from pilotage.errors import ConfigError
 from pilotage.proxy import ChatCompletionsProxy
-from pilotage.rollouts.routes import Route, check_route
+from pilotage.rollouts.routes import Route, check_route, relay_port
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.trial import MINI_SWE_AGENT, OPENHANDS_AGENT, AgentChoice, EnvironmentChoice
 from pilotage.types import Outcome, Rollout, Task
@@ -196,3 +196,9 @@ async def test_a_directory_that_cannot_be_shown_is_one_clear_line(
         rollout = await run(proxy, task, SOLVE, route=Route.ADDRESS, **options)
     assert rollout.failure is not None
     assert complaint in rollout.failure.message
+
+
+def test_relays_listen_at_ports_of_their_own_that_no_server_has_by_custom() -> None:
+    ports = [relay_port(f"step-0001-00-00-0-{number:08x}") for number in range(64)]
+    assert len(set(ports)) == len(ports)
+    assert all(20_000 <= port < 32_768 for port in ports)  # under what the kernel gives to clients

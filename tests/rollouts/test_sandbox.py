@@ -58,6 +58,28 @@ async def test_commands_run_in_the_working_directory_with_python(box: Box) -> No
     assert await box.out("pwd; python3 -c 'print(6 * 7)'") == "/work\n42"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["rm -rf /work", "rm -rf /work; touch /work", "rm -rf /work; ln -s /nowhere /work", "mv /work /tmp/gone"],
+)
+async def test_a_working_directory_that_a_command_removed_is_there_again_for_the_next(
+    box: Box, command: str
+) -> None:
+    await box.run(f"touch /work/file; cd /; {command}")
+    assert await box.out("pwd -P; ls -A; echo ${OLDPWD-unset}") == "/work\nunset"
+
+
+async def test_a_working_directory_that_never_was_is_an_error(box: Box) -> None:
+    result = await run_command(
+        box.sandbox.argv("echo ran", cwd="/elsewhere"),
+        env=box.sandbox.environment(),
+        timeout_s=30,
+        output_limit_bytes=1000,
+    )
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "/elsewhere: No such file or directory" in result.stderr
+
+
 async def test_nothing_of_this_process_shows(box: Box, tmp_path: Path) -> None:
     os.environ["PILOTAGE_TEST_SECRET"] = "hunter2"
     (tmp_path / "file").write_text("x")

@@ -1,12 +1,15 @@
 """Requests that no client of ours sends: each is refused with its path, and nothing is left broken."""
 
+import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from tests.integration.test_driver_death import on_a_socket
 from tests.service.rig import PREFIX, Rig, batch, job_body, rig, sample
 
 from pilotage.service.chunk_groups import ChunkGroups
@@ -137,3 +140,19 @@ def test_unfinished_chunk_groups_share_one_bound_whatever_group_a_chunk_belongs_
         assert groups.receive(chunk, operation="generate").frame is None
     with pytest.raises(Refusal, match="finish them"):
         groups.receive(chunks[3], operation="generate")
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_request_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST {PREFIX} HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{{"
+    with caplog.at_level(logging.INFO):
+        async with rig(tmp_path) as service, on_a_socket(service) as url:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(head.encode())
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.sleep(0.1)
+            assert (await service.http.get(f"{PREFIX}/capacity")).status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

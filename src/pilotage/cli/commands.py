@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import importlib
 import logging
 import os
@@ -25,6 +26,14 @@ _EXTRAS = {
     "pytest": "factory",
 }
 """Module that may be missing -> extra that brings it; any other is of `local`."""
+_EXHAUSTED = {
+    errno.ENOSPC: "free space on its disk",
+    errno.EDQUOT: "free space, or ask for a larger quota",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close files of other programs, or raise fs.file-max",
+}
+"""What a person does where the machine has run out of something; a run is then resumed."""
 _DEFAULT_RECIPE = Path("recipes/demo.toml")
 
 
@@ -46,6 +55,8 @@ def run(argv: list[str]) -> int:
         # The reader of our output, `head` for one, has enough; what is still buffered must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _fail_exhausted(error)
     except BaseExceptionGroup as group:
         return _fail_group(group)
     except ModuleNotFoundError as error:
@@ -71,14 +82,25 @@ def _fail(message: str, code: int) -> int:
 
 def _fail_group(group: BaseExceptionGroup[BaseException]) -> int:
     """Report the first deliberate error of tasks that failed together; anything else is our bug."""
-    ours, others = group.split(PilotageError)
+    ours, others = group.split((PilotageError, OSError))
     if ours is None or others is not None:
         raise group
-    first: BaseException = ours
+    first: BaseException = ours.subgroup(PilotageError) or ours
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
+    if isinstance(first, OSError):
+        return _fail_exhausted(first)
     assert isinstance(first, PilotageError)
     return _fail(str(first), first.exit_code)
+
+
+def _fail_exhausted(error: OSError) -> int:
+    """Report that the machine has run out of something; any other error of the system is our bug."""
+    advice = _EXHAUSTED.get(error.errno or 0)
+    if advice is None:
+        raise error
+    where = f" ({error.filename})" if error.filename else ""
+    return _fail(f"{error.strerror}{where}: {advice}, then give the command again", 1)
 
 
 def _parser() -> argparse.ArgumentParser:

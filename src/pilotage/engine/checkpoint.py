@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -43,7 +44,7 @@ def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], N
     """Let `write` fill a directory, add the manifest, and put the whole in place.
 
     Raises:
-        TrainerError: `target` holds something already.
+        TrainerError: `target` holds something already, or the tensors cannot be written.
     """
     if target.exists() and any(target.iterdir()):
         raise TrainerError(f"{target} is not empty; a checkpoint never replaces another")
@@ -51,7 +52,12 @@ def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], N
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    write(partial)
+    try:
+        write(partial)
+    except SafetensorError as error:  # which is no OSError, also where the disk is full
+        raise TrainerError(
+            f"{target} could not be written: {error}; mend that, then resume the run"
+        ) from error
     (partial / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
     for path in partial.iterdir():
         _sync(path)
@@ -86,11 +92,18 @@ def save_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.op
 
 
 def load_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW) -> None:
-    """Read moments into a fresh optimizer; without a file it stays fresh."""
+    """Read moments into a fresh optimizer; without a file it stays fresh.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         return
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; go on from an earlier checkpoint") from error
     for name, parameter in module.named_parameters():
         moments = {moment: tensors.get(f"{name}/{moment}") for moment in MOMENTS}
         if moments["step"] is not None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +27,7 @@ def load_module(directory: Path, *, device: torch.device) -> PreTrainedModel:
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be loaded as a causal language model: {error}") from error
     torch.nn.Module.to(module, device)
     return module.eval()

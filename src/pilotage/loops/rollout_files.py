@@ -1,6 +1,7 @@
 """One compressed file per rollout: its tree of turns with exact ids, its reward and how it ended."""
 
 import gzip
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from pilotage.errors import RunDirectoryError
 from pilotage.files import write_atomically
 from pilotage.types import (
     BranchCause,
@@ -27,6 +29,8 @@ _TURN_ARRAYS = {
     "logprobs": np.float32,
     "weights_versions": np.int32,
 }
+_DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading raises where the bytes are not those that were written."""
 
 
 def _turn_record(turn: Turn) -> dict[str, Any]:
@@ -78,8 +82,19 @@ def write_rollout(path: Path, rollout: Rollout) -> None:
 
 
 def read_rollout(path: Path) -> Rollout:
-    """Read what `write_rollout` wrote; every id and log-prob comes back bit for bit."""
-    record = orjson.loads(gzip.decompress(path.read_bytes()))
+    """Read what `write_rollout` wrote; every id and log-prob comes back bit for bit.
+
+    Raises:
+        RunDirectoryError: the file is torn, damaged, or of another format.
+    """
+    try:
+        return _rollout(orjson.loads(gzip.decompress(path.read_bytes())))
+    except _DAMAGE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise RunDirectoryError(f"{path} is no readable rollout: {what}; restore or remove it") from error
+
+
+def _rollout(record: dict[str, Any]) -> Rollout:
     reward, failure = record.pop("reward"), record.pop("failure")
     return Rollout(
         trajectory=Trajectory(turns=tuple(_turn(turn) for turn in record.pop("turns"))),

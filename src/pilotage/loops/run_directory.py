@@ -4,11 +4,11 @@ config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
 rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/, step-0010.json
 """
 
+import contextlib
 import hashlib
 import shutil
 import time
 import tomllib
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line, write_atomically
 from pilotage.loops.rollout_files import read_rollout, write_rollout
 from pilotage.loops.schedule import Position
-from pilotage.loops.summaries import append_summary
+from pilotage.loops.summaries import append_summary, complete_summaries
 from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Rollout, RolloutRequest
 
@@ -102,9 +102,12 @@ class RunDirectory:
         """
         cls.check(path, config, resume=resume)
         run = cls(path)
-        run._acquire()
-        if not resume:
-            write_atomically(run.config_path, tomli_w.dumps(dict(config)).encode())
+        with contextlib.ExitStack() as held:
+            held.push(run)
+            run._acquire()
+            if not resume:
+                write_atomically(run.config_path, tomli_w.dumps(dict(config)).encode())
+            held.pop_all()
         return run
 
     def __enter__(self) -> Self:
@@ -154,8 +157,15 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved config that the run was started with."""
-        return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        """Return the resolved config that the run was started with.
+
+        Raises:
+            RunDirectoryError: it is damaged.
+        """
+        try:
+            return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        except ValueError as error:  # no UTF-8, or no TOML
+            raise RunDirectoryError(f"{self.config_path} cannot be read: {error}; restore it") from error
 
     # --- records ---
 
@@ -211,8 +221,8 @@ class RunDirectory:
             rollout = read_rollout(path)
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
-            self.event("rollout_unreadable", rollout=request.id, message=f"{path}: {error}; it is run again")
+        except RunDirectoryError as error:
+            self.event("rollout_unreadable", rollout=request.id, message=f"{error}; it is run again")
             return None
         return rollout if rollout.reward is not None and rollout.task_id == request.task.id else None
 
@@ -239,9 +249,20 @@ class RunDirectory:
         write_atomically(path, orjson.dumps(record) + b"\n")
 
     def position(self, step: int) -> Position:
-        """Return where the run stood at the checkpoint of `step`."""
-        record = orjson.loads(self.checkpoint(step).with_suffix(".json").read_bytes())
-        return Position(steps_done=step, next_group=record["next_group"], ahead=frozenset(record["ahead"]))
+        """Return where the run stood at the checkpoint of `step`.
+
+        Raises:
+            RunDirectoryError: its file is gone or damaged.
+        """
+        path = self.checkpoint(step).with_suffix(".json")
+        try:
+            record = orjson.loads(path.read_bytes())
+            return Position(
+                steps_done=step, next_group=int(record["next_group"]), ahead=frozenset(record["ahead"])
+            )
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            fix = f"restore it, or remove {path.with_suffix('')}"
+            raise RunDirectoryError(f"{path} does not say where the run stood: {error}; {fix}") from error
 
     def rewind(self, step: int) -> None:
         """Forget what came after `step`: it was not checkpointed and will be done again.
@@ -249,6 +270,9 @@ class RunDirectory:
         Rollouts to train on are kept: they are what they are, whichever process runs the step.
         """
         kept = [record for record in self.metrics() if record["step"] <= step]
+        lost = sorted(set(range(step + 1)) - {int(record["step"]) for record in kept})
+        if lost:
+            self.event("records_lost", count=len(lost), steps=", ".join(map(str, lost)))
         write_atomically(self.metrics_path, b"".join(orjson.dumps(r) + b"\n" for r in kept))
         for directory in (self.path / "rollouts").glob("eval-[0-9]*"):
             if int(directory.name.rpartition("-")[2]) > step:
@@ -256,3 +280,11 @@ class RunDirectory:
         for error in (self.path / "errors").glob("eval-*.error"):
             if int(error.name.split("-")[1]) > step:
                 error.unlink()
+        for directory in (self.path / "rollouts").iterdir():
+            complete_summaries(directory)
+        # A killed writer's; nothing else replaces it.
+        for partial in [
+            *(self.path / "errors").glob(".*.partial"),
+            *(self.path / "rollouts").glob("*/.*.partial"),
+        ]:
+            partial.unlink()

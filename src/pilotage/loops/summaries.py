@@ -7,13 +7,16 @@ Invariant: a line holds for one size of its rollout's file, and the newest of se
 between the two files leaves a rollout without a line, and a reader opens that rollout itself.
 """
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
+from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line
+from pilotage.loops.rollout_files import read_rollout
 from pilotage.types import Outcome, Reward, Rollout, Trajectory
 
 SUMMARY_FILE = "summaries.jsonl"
@@ -96,6 +99,15 @@ def append_summary(path: Path, rollout: Rollout) -> None:
     """Append the line of a rollout whose file is `path`, beside it."""
     record = {"file_bytes": path.stat().st_size, "summary": summarise(path.parent.name, rollout)}
     append_line(path.with_name(SUMMARY_FILE), orjson.dumps(record))
+
+
+def complete_summaries(directory: Path) -> None:
+    """Append the lines that a killed writer did not come to write; unreadable rollouts get none."""
+    known = {(line.summary.id, line.file_bytes) for line in read_summaries(directory)[0]}
+    for path in sorted(directory.glob("*.json.gz")):
+        if (path.name.removesuffix(".json.gz"), path.stat().st_size) not in known:
+            with contextlib.suppress(RunDirectoryError):
+                append_summary(path, read_rollout(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,14 +21,14 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Protocol
 
 from pilotage.algorithms import build_batch, mask_stale
-from pilotage.errors import ConfigError, PilotageError, TrainerError
+from pilotage.errors import ConfigError, PilotageError, SamplerError, TrainerError
 from pilotage.interfaces import MetricSink, RolloutRunner, Trainer
 from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
 from pilotage.loops.requests import evaluation_requests, folder_of_group, group_requests
 from pilotage.loops.run_directory import RunDirectory
 from pilotage.loops.schedule import Position, Schedule
 from pilotage.loops.settings import LoopSettings
-from pilotage.types import ForwardBackwardResult, Rollout, RolloutRequest, Sample, StepResult, Task
+from pilotage.types import ForwardBackwardResult, Outcome, Rollout, RolloutRequest, Sample, StepResult, Task
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,14 @@ async def _completed[T](work: Coroutine[object, object, T]) -> T:
     except asyncio.CancelledError:
         await task
         raise
+
+
+def _require_sampler(rollouts: Sequence[Rollout], what: str) -> None:
+    """Raise SamplerError where no rollout got an answer: a step without them would be lost, not idle."""
+    failures = [rollout.failure for rollout in rollouts if rollout.outcome is Outcome.SAMPLER_ERROR]
+    if failures and len(failures) == len(rollouts):
+        said = "" if failures[0] is None else failures[0].message
+        raise SamplerError(f"the sampler failed in all {what}: {said}; mend it, then resume the run")
 
 
 def _now() -> float:
@@ -112,6 +120,7 @@ class TrainingLoop:
 
         Raises:
             TrainerError: a step failed, or too many steps in a row gave no gradient.
+            SamplerError: no rollout of a step got an answer.
         """
         try:
             await self._run_steps(await self._start())
@@ -176,6 +185,7 @@ class TrainingLoop:
         started = _now()
         self._observer.on_phase("rollouts", step, self._settings.tasks_per_step * self._settings.group_size)
         rollouts = await self._next_batch()
+        _require_sampler(rollouts, f"rollouts of step {step}")
         learning = asyncio.create_task(self._learn(step, rollouts, rollouts_s=_now() - started))
         evaluation: dict[str, float] = {}
         try:
@@ -223,6 +233,7 @@ class TrainingLoop:
         requests = evaluation_requests(self._held_out_tasks, settings=self._settings, step=step)
         self._observer.on_phase("evaluation", step, len(requests))
         rollouts = await _all(self._run_rollout(f"eval-{step:04d}", request) for request in requests)
+        _require_sampler(rollouts, f"evaluation of step {step}")
         return evaluation_metrics(rollouts) | {"time/evaluation_s": _now() - started}
 
     async def _finish(self, record: dict[str, float]) -> None:

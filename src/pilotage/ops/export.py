@@ -196,10 +196,7 @@ def _renderer(run: RunDirectory) -> TemplateRenderer:
 def _rollouts(files: Iterable[Path], *, min_reward: float | None) -> Iterator[Rollout]:
     """Yield rollouts that have a turn, and, where it is asked for, at least that reward."""
     for file in files:
-        try:
-            rollout = read_rollout(file)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{file} is no readable rollout: {error}; restore or remove it") from error
+        rollout = read_rollout(file)
         reward = None if rollout.reward is None else rollout.reward.value
         is_good = min_reward is None or (reward is not None and reward >= min_reward)
         if rollout.trajectory.turns and is_good:

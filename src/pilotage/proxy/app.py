@@ -17,7 +17,7 @@ from functools import partial
 from hashlib import sha256
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -225,12 +225,15 @@ async def _disconnected(request: Request) -> None:
 async def _read_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_BODY_BYTES:
-            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-            raise Refusal(413, "body_too_large", message)
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > MAX_BODY_BYTES:
+                message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+                raise Refusal(413, "body_too_large", message)
+            chunks.append(chunk)
+    except ClientDisconnect:  # the client's doing: neither a fault of ours nor of the sampler
+        raise Refusal(400, "body_incomplete", "the client left before its request had arrived") from None
     return b"".join(chunks)
 
 

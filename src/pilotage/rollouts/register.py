@@ -5,12 +5,14 @@ written before it is used and removed after it is gone. Invariant: `sweep` touch
 process that owns it, by id and start time, no longer runs; so two drivers on one machine never meet.
 """
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from pilotage.processes import ProcessIdentity, identify, is_running, kill, wait
 from pilotage.rollouts.processes import kill_marked
 
 _log = logging.getLogger(__name__)
+
+_WRITING_S = 60.0
+"""A file that is still unfinished after so long was left by a killed writer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,10 @@ class Register:
             killed += kill_marked(holding.id) if holding.is_marked else 0
             trees += bool(holding.tree) and remove_tree(Path(holding.tree))
             self.remove(holding.id)
+        for partial in self.directory.glob("*.partial"):
+            with contextlib.suppress(FileNotFoundError):  # its writer has just finished it
+                if time.time() - partial.stat().st_mtime > _WRITING_S:
+                    partial.unlink()
         return SweepReport(holdings=holdings, killed_processes=killed, removed_trees=trees)
 
     def _path(self, holding_id: str) -> Path:

@@ -14,6 +14,7 @@ this process is visible inside. Works as root and, where user namespaces are all
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -82,6 +83,19 @@ class SandboxLimits:
             f"ulimit -c 0; ulimit -v {self.memory_mb * 1024}; ulimit -f {self.storage_mb * 1024};"
             f" ulimit -t {self.cpu_s}; ulimit -u {self.max_processes};"
         )
+
+
+def _entry(directories: Sequence[str]) -> str:
+    """Return shell commands that go to the working directory, the shell's second argument.
+
+    Of `directories`, those that a command before has removed are made again, empty: a policy that deletes its
+    workspace, or the place of the reward, is scored, and not taken for a fault of the machine.
+    """
+    paths = " ".join(map(shlex.quote, directories))
+    again = (
+        f'for d in {paths}; do [ -d "$d" ] || {{ rm -f "$d"; mkdir -p "$d"; }}; done 2> /dev/null; unset d;'
+    )
+    return f'{again} cd -- "$2" || exit 1; unset OLDPWD;'
 
 
 def check_programs() -> None:
@@ -250,6 +264,7 @@ class BubblewrapSandbox:
         self._register = register
         self._limits = limits
         self._directories = directories
+        self._entry = _entry(directories)
         self._has_network = has_network
         self._id = f"sandbox-{uuid.uuid4().hex}"
         self._holder: asyncio.subprocess.Process | None = None
@@ -325,9 +340,9 @@ class BubblewrapSandbox:
         return [
             *("nsenter", "--target", str(pid), "--user", "--preserve-credentials"),
             *("--mount", "--pid", "--ipc", "--uts", *(() if self._has_network else ("--net",))),
-            f"--wd=/proc/{pid}/root{cwd}",
+            f"--wd=/proc/{pid}/root/",
             *("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"),
-            *("bash", "-c", f'{self._limits.shell_prefix()} eval "$1"', "bash", command),
+            *("bash", "-c", f'{self._limits.shell_prefix()} {self._entry} eval "$1"', "bash", command, cwd),
         ]
 
     def environment(self) -> Mapping[str, str]:

@@ -68,8 +68,7 @@ def exception_handlers(who: str) -> dict[type[Exception], ExceptionHandler]:
     """
 
     async def broken(request: Request, error: Exception) -> Response:
-        if not isinstance(error, ClientDisconnect):
-            _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        _LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
         body = ErrorBody(code=ErrorCode.UNAVAILABLE, message=f"{who} failed on this request")
         return error_response(body, 500)
 
@@ -77,6 +76,7 @@ def exception_handlers(who: str) -> dict[type[Exception], ExceptionHandler]:
         Refusal: _refused,
         PilotageError: _failed,
         HTTPException: _no_route,
+        ClientDisconnect: _gone,
         Exception: broken,
     }  # pyright: ignore[reportReturnType] - each handler asserts its own error
 
@@ -96,6 +96,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = ErrorBody(code=ErrorCode.NOT_FOUND, message=f"{request.method} of this path: {error.detail}")
     return error_response(body, error.status_code)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Answer whom nobody hears: the client left before its request had arrived."""
+    body = ErrorBody(code=ErrorCode.UNAVAILABLE, message="the request did not arrive whole")
+    return error_response(body, 400)
 
 
 def error_body(error: PilotageError) -> ErrorBody:

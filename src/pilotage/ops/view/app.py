@@ -191,10 +191,8 @@ class Viewer:
             raise ConfigError(f"run {run.name} has no rollout {wanted}")
         try:
             rollout = await asyncio.to_thread(read_rollout, path)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path.name} is no readable rollout: {type(error).__name__}: {error}"
-            ) from error
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from error
         siblings = await self._index.siblings(run, path.parent.name, rollout.group_id)
         return await asyncio.to_thread(rollout_context, run, path, rollout, siblings)
 

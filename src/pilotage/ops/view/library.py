@@ -1,14 +1,13 @@
 """The runs below a directory, read only. A run is found by its name among those listed, never by a path
 that a browser sent."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pilotage.errors import ConfigError
+from pilotage.errors import ConfigError, RunDirectoryError
 from pilotage.loops import LoopSettings, RunDirectory
 from pilotage.ops import status
 from pilotage.ops.report import Record
@@ -53,7 +52,7 @@ class Run:
         """Return the resolved config; empty where it cannot be read."""
         try:
             return self.directory.config()
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        except (OSError, RunDirectoryError):
             return {}
 
     def section(self, name: str) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pilotage.errors import TemplateError
+from pilotage.errors import RunDirectoryError, TemplateError
 from pilotage.loops import read_rollout
 from pilotage.loops.summaries import Summary, summarise
 from pilotage.ops.view.library import rollout_id
@@ -43,8 +43,8 @@ def summarise_files(paths: Sequence[Path], policy: PolicyText) -> list[Summary]:
 def _summarised(path: Path, renderer: TemplateRenderer | None) -> Summary:
     try:
         rollout = read_rollout(path)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        fault = f"{type(error).__name__}: {error}"
+    except (OSError, RunDirectoryError) as error:
+        fault = str(error)
         return Summary(id=rollout_id(path), folder=path.parent.name, counters={}, fault=fault)
     summary = summarise(path.parent.name, rollout)
     if all(turn.called_tools is not None for turn in rollout.trajectory.turns):
@@ -83,7 +83,7 @@ def find_text(paths: Sequence[Path], policy: PolicyText, wanted: str) -> list[Ma
 def _first_match(path: Path, renderer: TemplateRenderer, wanted: str) -> Match | None:
     try:
         turns = read_rollout(path).trajectory.turns
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+    except (OSError, RunDirectoryError):
         return None
     for index, turn in enumerate(turns):
         text = renderer.decode(turn.context_ids) + renderer.decode(turn.completion_ids)
