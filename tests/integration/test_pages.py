@@ -49,7 +49,7 @@ NOT_RUN = {
     r"pilotage view( +#.*)?$|tensorboard|curl": "serves until it is told to stop, or asks who does",
     r"(OTEL_\S+ )?pilotage train recipes/demo.toml": "trains as the first command of README.md does",
     r"pilotage (launch|status|attach|stop|resume)": "is done by the tests of launched runs",
-    r"pilotage warmstart": "takes minutes",
+    r"pilotage warmstart|python scripts/chaos.py": "takes minutes",
 }
 
 

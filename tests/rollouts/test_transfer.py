@@ -59,13 +59,36 @@ def test_a_link_in_place_of_a_directory_is_not_followed(root: Path, outside: Pat
     source.mkdir()
     (source / "shadow").write_text("overwritten")
 
+    assert not transfer.is_directory(root, "/tests")
     with pytest.raises(TransferError, match="links and special files are not followed"):
-        transfer.write_tree(root, "/tests", source)
+        transfer.write_tree(root, "/tests/below", source)
     with pytest.raises(TransferError):
         transfer.read_tree(root, "/tests", tmp_path / "back")
 
     assert (outside / "shadow").read_text() == "secret"
-    assert not transfer.is_directory(root, "/tests")
+
+
+def test_a_policy_cannot_keep_a_tree_out_by_what_it_puts_in_its_place(
+    root: Path, outside: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    (source / "data").mkdir(parents=True)
+    (source / "shadow").write_text("tests")
+    (source / "data" / "a").write_text("gold")
+    (root / "tests").symlink_to(outside)
+    transfer.write_tree(root, "/tests", source)
+    assert not (root / "tests").is_symlink()
+    assert (outside / "shadow").read_text() == "secret"
+    (root / "tests" / "shadow").unlink()
+    (root / "tests" / "shadow").mkdir()
+    (root / "tests" / "shadow" / "more").symlink_to(outside)
+    (root / "tests" / "data" / "a").unlink()
+    (root / "tests" / "data").rmdir()
+    (root / "tests" / "data").write_text("a file")
+    transfer.write_tree(root, "/tests", source)
+    assert (root / "tests" / "shadow").read_text() == "tests"
+    assert (root / "tests" / "data" / "a").read_text() == "gold"
+    assert (outside / "shadow").read_text() == "secret"
 
 
 def test_a_link_in_place_of_a_file_is_replaced_never_written_through(

@@ -77,8 +77,7 @@ def write_file(root: Path, target: str, source: Path, *, mtime: float | None = N
 
 
 def _write(directory: int, name: str, source: Path, mtime: float | None) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory)
+    _remove(directory, name)
     mode = (source.stat().st_mode & 0o777) | 0o600
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(source, "rb") as reader, open(os.open(name, flags, mode, dir_fd=directory), "wb") as writer:
@@ -87,6 +86,30 @@ def _write(directory: int, name: str, source: Path, mtime: float | None) -> None
         writer.flush()
         if mtime is not None:
             os.utime(writer.fileno(), (mtime, mtime))
+
+
+def _remove(directory: int, name: str) -> None:
+    """Make room for a file: what stands in its place goes, a directory with everything in it."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        shutil.rmtree(name, dir_fd=directory)
+
+
+def _make_room(root: Path, parts: tuple[str, ...]) -> None:
+    """Remove what stands in the place of a directory and is none."""
+    if not parts:
+        return
+    parent = _open_directory(root, parts[:-1], create=True)
+    try:
+        if not stat.S_ISDIR(os.stat(parts[-1], dir_fd=parent, follow_symlinks=False).st_mode):
+            os.unlink(parts[-1], dir_fd=parent)
+    except FileNotFoundError:
+        return
+    finally:
+        os.close(parent)
 
 
 def write_tree(
@@ -98,6 +121,9 @@ def write_tree(
     skipped: frozenset[str] = frozenset(),
 ) -> None:
     """Copy a directory's contents into `target`, links as links.
+
+    A link or a file that stands in the place of `target`, or of a directory below it, is replaced: a policy
+    cannot keep the tests of its work out.
 
     Args:
         mtime: time of every file and directory copied, and no bytecode: neither may tell which file of a
@@ -114,6 +140,7 @@ def write_tree(
         if mtime is not None:
             names[:] = [name for name in names if not name.endswith(_BYTECODE)]
             files = [name for name in files if not name.endswith(_BYTECODE)]
+        _make_room(root, (*base, *relative))
         descriptor = _open_directory(root, (*base, *relative), create=True)
         try:
             for name in [*names, *files]:
@@ -130,8 +157,7 @@ def write_tree(
 
 def _copy_in(directory: int, name: str, source: Path, mtime: float | None) -> None:
     if source.is_symlink():
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)
+        _remove(directory, name)
         os.symlink(source.readlink(), name, dir_fd=directory)
     elif source.is_file():
         _write(directory, name, source, mtime)
