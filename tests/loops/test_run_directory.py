@@ -245,7 +245,11 @@ def test_a_rollout_on_disk_is_kept_where_it_has_a_reward_and_is_of_the_same_task
         assert run.kept_rollout("step-0001", request_of(scored, task=other)) is None
 
 
-@pytest.mark.parametrize("damage", [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1")])
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1")],
+    ids=["nothing", "text", "an empty record", "torn JSON"],  # gzip writes the time into its bytes
+)
 def test_a_damaged_rollout_is_run_again_and_an_event_says_so(tmp_path: Path, damage: bytes) -> None:
     with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
         rollout = failed("step-0001-00-00")
