@@ -49,6 +49,9 @@ bench: $(STAMP)  ## run every benchmark; docs/performance.md explains the number
 	$(BIN)/python benchmarks/bench_rendering.py
 	$(BIN)/python benchmarks/bench_proxy.py
 	$(BIN)/python benchmarks/bench_sampler.py
+	$(BIN)/python benchmarks/bench_training.py
+	$(BIN)/python benchmarks/bench_async.py
+	$(BIN)/python benchmarks/bench_driver.py
 	$(BIN)/python benchmarks/bench_rollouts.py overhead
 	$(BIN)/python benchmarks/bench_rollouts.py concurrent
 	[ ! -d tasks/demo ] || $(BIN)/python benchmarks/bench_rollouts.py demo

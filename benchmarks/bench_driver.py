@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import override
 
 import httpx
 import numpy as np
@@ -24,14 +25,13 @@ import orjson
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_proxy import Agent, FreeRenderer, over_socket
+from benchmarks.bench_proxy import Agent, FreeRenderer, InstantSampler, over_socket
 from tests.loops.rig import CountingTrainer, Watcher, make_tasks
 
 from pilotage.loops import LoopSettings, RunDirectory, TrainingLoop
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.types import (
     Completion,
-    FinishReason,
     Outcome,
     Reward,
     Rollout,
@@ -49,27 +49,20 @@ _TURN_TOKENS = 400
 _PROBE_S = 0.02
 
 
-class SlowSampler:
-    """Answers with 64 tokens after 2 to 12 seconds, as a server under load does."""
+class SlowSampler(InstantSampler):
+    """Answers after 2 to 12 seconds, as a server under load does."""
 
-    max_context_tokens = 1 << 20
+    num_calls = 0
 
-    def __init__(self) -> None:
-        self.num_calls = 0
-
+    @override
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, turn_index: int
     ) -> Completion:
-        """Return the same completion always."""
+        """Return what the instant one does."""
         self.num_calls += 1
         rng = np.random.default_rng([params.seed or 0, turn_index])
         await asyncio.sleep(rng.uniform(2, 12))
-        return Completion(
-            token_ids=np.ones(64, np.int32),
-            logprobs=np.full(64, -0.1, np.float32),
-            weights_versions=np.zeros(64, np.int32),
-            finish_reason=FinishReason.STOP,
-        )
+        return await super().sample(prompt_ids, params, session_id=session_id, turn_index=turn_index)
 
 
 class Agents:

@@ -89,20 +89,16 @@ async def _resumed(path: Path, whole: Path) -> list[str]:
     return problems
 
 
-async def _metrics(directory: Path, rng: random.Random) -> list[str]:
-    path = directory / "run"
-    await _crashed_run(path, rng)
-    metrics = path / "metrics.jsonl"
-    metrics.write_bytes(damaged(metrics.read_bytes(), rng))
-    return await _resumed(path, directory / "whole")
+def _lines_of(name: str) -> Kind:
+    """Damage a file of lines."""
 
+    async def strike(directory: Path, rng: random.Random) -> list[str]:
+        path = directory / "run"
+        await _crashed_run(path, rng)
+        (path / name).write_bytes(damaged((path / name).read_bytes(), rng))
+        return await _resumed(path, directory / "whole")
 
-async def _events(directory: Path, rng: random.Random) -> list[str]:
-    path = directory / "run"
-    await _crashed_run(path, rng)
-    events = path / "events.jsonl"
-    events.write_bytes(damaged(events.read_bytes(), rng))
-    return await _resumed(path, directory / "whole")
+    return strike
 
 
 async def _config(directory: Path, rng: random.Random) -> list[str]:
@@ -217,8 +213,8 @@ async def _service_connections(directory: Path, rng: random.Random) -> list[str]
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "metrics.jsonl damaged": _metrics,
-        "events.jsonl damaged": _events,
+        "metrics.jsonl damaged": _lines_of("metrics.jsonl"),
+        "events.jsonl damaged": _lines_of("events.jsonl"),
         "config.toml damaged": _config,
         "rollout file damaged": _rollout,
         "summaries.jsonl damaged": _summaries,

@@ -14,6 +14,7 @@ accelerator it is FlexAttention with the same rule as a block mask.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, override
 
 import torch
@@ -30,6 +31,8 @@ _NAME = "pilotage_tree"
 
 type TreeAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 """Query [B, H, T, D], key and value [B, G, T, D], the scores' scale; returns [B, H, T, D]."""
+type _Call = tuple[slice, slice, bool]
+"""Which tokens read which, and whether each reads only up to itself."""
 
 
 def enable_trees(module: PreTrainedModel) -> bool:
@@ -50,12 +53,13 @@ def attention_over(tree: PrefixTree, device: torch.device) -> TreeAttention:
 
 def spanwise_attention(tree: PrefixTree) -> TreeAttention:
     """Return attention by two calls a node, for a CPU."""
+    calls = _calls(tree.spans)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
             key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        joined: Any = _Spanwise.apply(query, key, value, tree.spans, scale)
+        joined: Any = _Spanwise.apply(query, key, value, calls, scale)
         return joined
 
     return attend
@@ -76,12 +80,17 @@ def flex_tree_attention(tree: PrefixTree, device: torch.device, *, compiled: boo
     mask: BlockMask = create_block_mask(
         is_seen, None, None, size, size, device=str(device), _compile=compiled
     )
-    kernel: Any = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    kernel: Any = _compiled_flex() if compiled else flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         return kernel(query, key, value, block_mask=mask, scale=scale, enable_gqa=True)
 
     return attend
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
 
 
 class _Spanwise(torch.autograd.Function):
@@ -90,12 +99,12 @@ class _Spanwise(torch.autograd.Function):
     @override
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span], scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scale: float | None
     ) -> Tensor:
         """Return [B, H, T, D]; query, key and value have the same shape."""
         joined = torch.zeros(query.shape, dtype=torch.float32)
         logsum_BHT = torch.full(query.shape[:3], -torch.inf)
-        for reading, read, is_causal in _calls(spans):
+        for reading, read, is_causal in calls:
             part, part_logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, reading], key[:, :, read], value[:, :, read], 0.0, is_causal, scale=scale
             )
@@ -107,7 +116,7 @@ class _Spanwise(torch.autograd.Function):
             logsum_BHT[:, :, reading] = after
         joined = joined.to(query.dtype)
         ctx.save_for_backward(query, key, value, joined, logsum_BHT)
-        ctx.spans, ctx.scale = spans, scale
+        ctx.calls, ctx.scale = calls, scale
         return joined
 
     @override
@@ -117,7 +126,7 @@ class _Spanwise(torch.autograd.Function):
         query, key, value, joined, logsum_BHT = ctx.saved_tensors
         (gradient,) = grad_outputs
         d_query, d_key, d_value = (torch.zeros(query.shape, dtype=torch.float32) for _ in range(3))
-        for reading, read, is_causal in _calls(ctx.spans):
+        for reading, read, is_causal in ctx.calls:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, reading],
                 query[:, :, reading],
@@ -136,9 +145,8 @@ class _Spanwise(torch.autograd.Function):
         return *(whole.to(query.dtype) for whole in (d_query, d_key, d_value)), None, None
 
 
-def _calls(spans: Sequence[Span]) -> list[tuple[slice, slice, bool]]:
-    """Return which tokens read which, and whether each reads only up to itself."""
-    calls: list[tuple[slice, slice, bool]] = []
+def _calls(spans: Sequence[Span]) -> list[_Call]:
+    calls: list[_Call] = []
     for span in spans:
         own = slice(span.start, span.end)
         calls.append((own, own, True))

@@ -280,7 +280,7 @@ class RunDirectory:
         for error in (self.path / "errors").glob("eval-*.error"):
             if int(error.name.split("-")[1]) > step:
                 error.unlink()
-        for directory in (self.path / "rollouts").iterdir():
+        for directory in (self.path / "rollouts").glob("*-[0-9]*/"):
             complete_summaries(directory)
         # A killed writer's; nothing else replaces it.
         for partial in [

@@ -123,13 +123,13 @@ class TrainingLoop:
             SamplerError: no rollout of a step got an answer.
         """
         try:
-            await self._run_steps(await self._start())
+            try:
+                await self._run_steps(await self._start())
+            finally:
+                await self._drop_groups()
         except asyncio.CancelledError:
-            await self._drop_groups()
             await self._keep_last_step()
             raise
-        finally:
-            await self._drop_groups()
         self._run_directory.event("finished", step=self._settings.num_steps)
 
     async def _run_steps(self, first: int) -> None:
