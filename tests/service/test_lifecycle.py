@@ -156,6 +156,20 @@ async def test_a_front_that_was_killed_reports_engines_that_died_meanwhile(tmp_p
         assert await capacity(service) == (0, 0, 8)
 
 
+async def test_a_job_whose_creation_was_cut_short_is_there_whole_or_its_id_is_free(tmp_path: Path) -> None:
+    async with rig(tmp_path, ends_jobs=False) as service:
+        known = service.jobs._jobs[await service.create()]
+        recorded = known.to_json().replace(known.id, "recorded").replace(str(known.status), "placing")
+        service.store.put_job("recorded", known.created_at, recorded)  # and no more: killed here
+        service.store.close()  # killed before it was recorded
+        reply = await service.http.post(PREFIX, json=job_body(job_id="unrecorded"))
+        assert reply.status_code == 500
+        assert "unrecorded" not in service.jobs._jobs
+    async with rig(tmp_path) as service:
+        assert await service.until("recorded", "running") == "running"
+        assert await service.running(job_id="unrecorded") == "unrecorded"
+
+
 async def test_ended_jobs_and_their_checkpoints_outlive_a_restart(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         job_id = await service.running()

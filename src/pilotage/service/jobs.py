@@ -215,9 +215,8 @@ class Jobs:
         )
         if body.extras.lease_s is not None:
             job.lease_expires_at = now + body.extras.lease_s
-        self.directory_of(job).mkdir(parents=True)
+        self._keep(job)  # before its directory: an id is taken only where there is a job of it
         self._jobs[job_id] = job
-        self._keep(job)
         self._place_waiting()
         return job
 
@@ -414,6 +413,7 @@ class Jobs:
             directory=self.directory_of(job),
             socket=socket,
         )
+        spec.directory.mkdir(parents=True, exist_ok=True)
         spec.write()
         job.engine = start_engine(self._engine_command, spec.directory, socket, self.log_of(job))
         job.address, job.placed_at = job.engine.address, self._clock()

@@ -200,7 +200,8 @@ def test_a_module_that_pytest_uses_itself_is_refused(pool: SuitePool, tmp_path: 
 
 def test_a_stopped_pool_gives_up_what_runs(bench: Bench, tmp_path: Path) -> None:
     stop = threading.Event()
-    changed = edited("toybox/words.py", "    if len(text) <= size:\n", "    import time; time.sleep(100)\n")
+    line = "    if len(text) <= size:\n"
+    changed = edited("toybox/words.py", line, f"    import time; time.sleep(100)\n{line}")
     with SuitePool(1, scratch=tmp_path, stop=stop) as pool:
         running = pool.submit(bench.run(changed=changed))
         began = time.monotonic()
