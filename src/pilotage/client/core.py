@@ -17,7 +17,7 @@ from pilotage.client.jobs import Jobs
 from pilotage.client.lease import leased
 from pilotage.client.paths import segment
 from pilotage.client.pieces import joined_results, pieces
-from pilotage.client.remote_checkpoint import RemoteCheckpoint
+from pilotage.client.remote_checkpoint import RemoteCheckpoint, new_id
 from pilotage.errors import (
     ConfigError,
     ContextExceededError,
@@ -234,7 +234,7 @@ class CoreEngine:
 
     async def save(self, directory: Path, *, weights_only: bool = False) -> None:
         """Keep a checkpoint in the service, and write its name into a new directory."""
-        body = SaveBody(checkpoint_id=RemoteCheckpoint.new_id(directory), weights_only=weights_only)
+        body = SaveBody(checkpoint_id=new_id(directory), weights_only=weights_only)
         record = await self._train("save", body.model_dump_json().encode(), _record)
         RemoteCheckpoint(job_id=self._job_id, record=record).write(directory)
 

@@ -12,7 +12,6 @@ last forward_backward, and counts no weights. So this engine
 
 import asyncio
 import contextlib
-import hashlib
 import math
 import re
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
@@ -28,6 +27,7 @@ from pilotage.client.jobs import Jobs
 from pilotage.client.lease import leased
 from pilotage.client.paths import segment
 from pilotage.client.remote_checkpoint import RemoteCheckpoint
+from pilotage.client.seeds import turn_seed
 from pilotage.client.stock_requests import StockRequests
 from pilotage.errors import (
     ConfigError,
@@ -368,8 +368,7 @@ def _stock_params(
     if params.top_k:
         wanted["top_k"] = params.top_k
     if params.seed is not None:
-        text = f"{params.seed}/{turn_index}".encode()
-        wanted["seed"] = int.from_bytes(hashlib.sha256(text).digest()[:4]) >> 1
+        wanted["seed"] = turn_seed(params.seed, turn_index)
     return wanted
 
 

@@ -127,6 +127,18 @@ class JobSettings(_Section):
     """Marks the job as yours; absent is ARCTIC_CORTEX_JOB_COMMENT, or user and host."""
 
 
+class TinkerSettings(_Section):
+    """The model of `backend = "tinker"`. Server and key are never in a recipe: TINKER_BASE_URL and
+    TINKER_API_KEY say."""
+
+    model_name: str | None = None
+    """The policy's name at the server; absent is the name of `policy.model`'s directory."""
+    lora_rank: int = Field(default=32, ge=1)
+    """Rank of the adapter, whose first weights are drawn from `loop.seed`."""
+    startup_timeout_s: float = Field(default=1800.0, gt=0)
+    """The run stops where the server has no trainer ready after so long."""
+
+
 class Recipe(_Section):
     """A whole experiment."""
 
@@ -134,8 +146,9 @@ class Recipe(_Section):
     """Of the experiment; runs are named after it."""
     reference: Literal["harbor", "code_localization"] | None = None
     """Whose hyperparameters it takes or forks; a recipe of the reference's own name has exactly those."""
-    backend: Literal["local", "cortex"] = "local"
-    """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service."""
+    backend: Literal["local", "cortex", "tinker"] = "local"
+    """Where trainer and sampler are: `local` is this process, `cortex` a job of a training service, `tinker`
+    a model at a server of the Tinker API."""
     logger: tuple[TrackerName, ...] = (TrackerName.CONSOLE,)
     """Who gets each step's record beside `metrics.jsonl`; one name or a list. May change on a resume."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
@@ -145,6 +158,7 @@ class Recipe(_Section):
     rollouts: RolloutSettings = RolloutSettings()
     loop: LoopSettings = LoopSettings()
     job: JobSettings = JobSettings()
+    tinker: TinkerSettings = TinkerSettings()
 
     @field_validator("logger", mode="before")
     @classmethod

@@ -9,6 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pilotage.client import JobPlan, open_engine, resolve_connection
+from pilotage.client.tinker_losses import check_loss
+from pilotage.client.tinker_sdk import check_sdk, installed_version, resolve_tinker
 from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
@@ -116,6 +118,10 @@ def check_stack(recipe: Recipe) -> None:
     check_settings(runner_settings(recipe.rollouts, Path()))
     if recipe.backend == "cortex":
         resolve_connection()
+    if recipe.backend == "tinker":
+        check_sdk(installed_version())
+        resolve_tinker()
+        check_loss(recipe.loop.loss)
 
 
 def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | None) -> JobPlan:
@@ -169,8 +175,16 @@ async def open_backend(
 
     Args:
         model: the recipe's, or a checkpoint of a run (of the same backend).
-        run_directory: gets the id of the service's job.
+        run_directory: of a run that trains, which publishes first; gets the id of the service's job.
     """
+    if recipe.backend == "tinker":
+        async with _open_tinker(recipe, renderer) as session:
+            if model != recipe.policy.model:
+                await session.load(model)
+            if run_directory is None:
+                await session.publish()
+            yield session
+        return
     if recipe.backend == "local":
         engine = await open_local(recipe, model, renderer)
         try:
@@ -183,6 +197,26 @@ async def open_backend(
             await remote.load(model)
             await remote.publish()
         yield remote
+
+
+def _open_tinker(
+    recipe: Recipe, renderer: TemplateRenderer
+) -> contextlib.AbstractAsyncContextManager[Engine]:
+    """Open a session for the recipe's model; nothing is made in it yet."""
+    check_sdk(installed_version())
+    from pilotage.client.tinker_engine import TinkerPlan
+    from pilotage.client.tinker_session import open_tinker
+
+    plan = TinkerPlan(
+        base_model=recipe.tinker.model_name or recipe.policy.model.name,
+        lora_rank=recipe.tinker.lora_rank,
+        seed=recipe.loop.seed,
+        max_context_tokens=recipe.policy.max_context_tokens,
+        stop_token_ids=renderer.stop_token_ids,
+        loss=recipe.loop.loss,
+        startup_timeout_s=recipe.tinker.startup_timeout_s,
+    )
+    return open_tinker(resolve_tinker(), plan)
 
 
 @contextlib.asynccontextmanager

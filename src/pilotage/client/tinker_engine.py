@@ -1,0 +1,381 @@
+"""A trainer and a sampler behind the public Tinker SDK.
+
+The SDK keeps the session alive, numbers the calls of a trainer so that the server does each once, and repeats
+what may be repeated. So nothing is repeated here, and a call that failed leaves a gradient of which nothing
+is known: until a checkpoint is loaded, the trainer takes no more calls.
+
+Importing this module imports the SDK; `tinker_sdk.check_sdk` says whether that can work.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+from numpy.typing import NDArray
+
+from pilotage.algorithms import TrainedTokens, WeightsVersions, policy_loss
+from pilotage.client.remote_checkpoint import new_id
+from pilotage.client.seeds import turn_seed
+from pilotage.client.tinker_checkpoint import TinkerCheckpoint
+from pilotage.client.tinker_errors import attributed, sampler_error, service_error, trainer_error
+from pilotage.client.tinker_losses import (
+    WireLoss,
+    check_loss,
+    measured,
+    needs_forward,
+    no_loss,
+    one_pass,
+    probe,
+    surrogate,
+    trained_values,
+    wire_loss_value,
+)
+from pilotage.client.tinker_sdk import TinkerConnection
+from pilotage.client.tinker_wire import Rows, completion_of, data_of, grad_norm_of, logprob_rows
+from pilotage.errors import (
+    ConfigError,
+    ContextExceededError,
+    RequestFailedError,
+    SamplerError,
+    TrainerError,
+    WaitTimeoutError,
+)
+from pilotage.types import (
+    AdamParams,
+    Completion,
+    Denominators,
+    ForwardBackwardResult,
+    Logprobs,
+    LossConfig,
+    Sample,
+    SamplingParams,
+    StepResult,
+    TokenIds,
+)
+
+_log = logging.getLogger(__name__)
+
+_SUM_TOLERANCE = 1e-3
+"""Relative: a server adds up in float32, or less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerPlan:
+    """The model that a run needs, and what it will ask of it."""
+
+    base_model: str
+    """As the server names it."""
+    lora_rank: int
+    seed: int
+    """Of the adapter's first weights."""
+    max_context_tokens: int
+    stop_token_ids: tuple[int, ...]
+    loss: LossConfig
+    startup_timeout_s: float = 1800.0
+    """Longest that the server may take to have a trainer ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    client: tinker.SamplingClient
+    version: int
+
+
+class TinkerEngine:
+    """Implements `Engine` in one session. `tinker_session.open_tinker` makes one."""
+
+    def __init__(self, service: tinker.ServiceClient, connection: TinkerConnection, plan: TinkerPlan) -> None:
+        self._service = service
+        self._connection = connection
+        self._plan = plan
+        self._training: tinker.TrainingClient | None = None
+        self._published: _Published | None = None
+        self._versions = WeightsVersions()
+        self._order = asyncio.Lock()  # one trainer's call at a time: a loss of two passes must not be split
+        self._num_backwards = 0
+        self._has_gradient = False
+        self._is_spoilt = False
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._plan.max_context_tokens
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that the sampler uses, as counted here."""
+        return self._versions.current
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion; every request states them."""
+        return self._plan.stop_token_ids
+
+    # --- sampler ---
+
+    async def sample(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, turn_index: int
+    ) -> Completion:
+        """See `Sampler`. A completion under way while weights are published keeps those it started with."""
+        room = self.max_context_tokens - int(prompt_ids.size)
+        if room < 1:
+            raise ContextExceededError(
+                f"a prompt of {prompt_ids.size} tokens leaves no room in {self.max_context_tokens}"
+            )
+        published = self._published
+        if published is None:
+            failed = SamplerError("nothing was published yet; publish before the first sample")
+            failed.retryable = False
+            raise failed
+        wanted = tinker.SamplingParams(
+            max_tokens=min(params.max_tokens, room),
+            seed=None if params.seed is None else turn_seed(params.seed, turn_index),
+            stop=list(self.stop_token_ids),
+            temperature=params.temperature,
+            top_k=params.top_k or -1,
+            top_p=params.top_p,
+        )
+        prompt = tinker.ModelInput.from_ints(prompt_ids.tolist())
+        with attributed("sample", self._connection.key, sampler_error):
+            reply = await published.client.sample(prompt, num_samples=1, sampling_params=wanted)
+        return completion_of(reply, published.version, self.stop_token_ids)
+
+    # --- trainer ---
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: LossConfig, *, denominators: Denominators | None = None
+    ) -> ForwardBackwardResult:
+        """See `Trainer`. A loss that is none of the server's takes a forward pass first."""
+        check_loss(loss)
+        trained = [sample for sample in samples if sample.trained_tokens]
+        whole = denominators or Denominators.of(trained)
+        async with self._order:
+            self._require_sound()
+            if trained:
+                logprobs_n = await self._add_gradient(trained, loss, whole)
+            else:
+                logprobs_n = np.zeros(0)
+            self._num_backwards += 1
+        return measured(trained, loss, whole, logprobs_n)
+
+    async def _add_gradient(
+        self, samples: Sequence[Sample], loss: LossConfig, whole: Denominators
+    ) -> NDArray[np.float64]:
+        """Send a batch's loss and return [n] the log-probs that it was evaluated on."""
+        if not needs_forward(loss):
+            rows = await self._backward(samples, one_pass(samples, loss, whole))
+            return trained_values(samples, rows)
+        logprobs_n = trained_values(samples, await self._forward(samples, no_loss(samples)))
+        value = policy_loss(TrainedTokens.of(samples), logprobs_n, loss, denominators=whole)
+        await self._backward(samples, surrogate(samples, value.gradient_n))
+        return logprobs_n
+
+    async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
+        """See `Trainer`; at temperature 1 only."""
+        if temperature != 1.0:
+            raise TrainerError(f"a Tinker server scores at temperature 1 only, not {temperature:g}")
+        trained = [sample for sample in samples if sample.trained_tokens]
+        rows: Rows = []
+        if trained:
+            async with self._order:
+                rows = await self._forward(trained, no_loss(trained))
+        found = {id(sample): row for sample, row in zip(trained, rows, strict=True)}
+        aligned = [np.zeros(sample.token_ids.size, np.float32) for sample in samples]
+        for sample, values in zip(samples, aligned, strict=True):
+            if sample.trained_tokens:
+                values[1:] = np.where(sample.loss_mask[1:], found[id(sample)], 0)
+        return aligned
+
+    async def step(self, params: AdamParams) -> StepResult:
+        """See `Trainer`. The norm is NaN where the server does not tell it."""
+        async with self._order:
+            self._require_sound()
+            if not self._has_gradient:
+                raise TrainerError("step without forward_backward: no gradient was accumulated")
+            training = await self._trainer()
+            wanted = tinker.AdamParams(
+                learning_rate=params.learning_rate,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+                grad_clip_norm=params.max_grad_norm,
+            )
+            reply = await self._change("optim_step", lambda: training.optim_step(wanted))
+            num_backwards, self._num_backwards, self._has_gradient = self._num_backwards, 0, False
+            self._versions.changed()
+        return StepResult(
+            grad_norm=grad_norm_of(reply.metrics or {}),
+            learning_rate=params.learning_rate,
+            num_backwards=num_backwards,
+        )
+
+    async def discard(self) -> None:
+        """See `Trainer`.
+
+        Raises:
+            TrainerError: there is a gradient, which this wire cannot drop; a load can.
+        """
+        if self._has_gradient:
+            raise TrainerError(
+                "a Tinker server cannot drop a gradient; load a checkpoint, which starts without"
+            )
+        self._num_backwards = 0
+
+    async def publish(self) -> int:
+        """See `Trainer`. The sampler gets a snapshot of its own; the one before it is let go."""
+        async with self._order:
+            self._require_sound()
+            training = await self._trainer()
+            with attributed("save_weights_for_sampler", self._connection.key, trainer_error):
+                client = await training.save_weights_and_get_sampling_client()
+            version = self._versions.advance()
+            self._published = _Published(client=client, version=version)
+            self._versions.published()
+        return version
+
+    async def save(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Keep a checkpoint at the server, and write its name into a new directory.
+
+        Args:
+            weights_only: a load starts a fresh optimizer; the server keeps the optimizer all the same.
+        """
+        async with self._order:
+            self._require_sound()
+            training = await self._trainer()
+            with attributed("save_state", self._connection.key, trainer_error):
+                saved = await training.save_state(new_id(directory))
+            record = TinkerCheckpoint(
+                base_url=self._connection.base_url,
+                path=saved.path,
+                weights_version=self._versions.current,
+                is_published=self._versions.is_published,
+                weights_only=weights_only,
+            )
+        await asyncio.to_thread(record.write, directory)
+
+    async def load(self, directory: Path) -> None:
+        """Restore the checkpoint that `save` named in `directory`, in a new model without a gradient.
+
+        Raises:
+            ConfigError: the directory names none, or one of another server.
+            ServiceError: the server has it no more.
+        """
+        wanted = TinkerCheckpoint.read(directory)
+        if wanted.base_url != self._connection.base_url:
+            raise ConfigError(
+                f"{directory} is a checkpoint of {wanted.base_url}; set TINKER_BASE_URL to it, or start a new"
+                " run"
+            )
+        create = self._service.create_training_client_from_state_with_optimizer
+        if wanted.weights_only:
+            create = self._service.create_training_client_from_state
+        async with self._order:
+            self._training = await self._created(lambda: create(wanted.path))
+            self._num_backwards, self._has_gradient, self._is_spoilt = 0, False, False
+            self._versions.restored(wanted.weights_version, is_published=wanted.is_published)
+
+    async def close(self) -> None:
+        """Nothing is held here: the session is its owner's to finish."""
+
+    # --- parts ---
+
+    def _require_sound(self) -> None:
+        if self._is_spoilt:
+            raise TrainerError(
+                "an earlier call failed, and what it left at the server is unknown; resume from the newest"
+                " checkpoint"
+            )
+
+    async def _trainer(self) -> tinker.TrainingClient:
+        """Return the training client, made anew the first time, and then seen to add up."""
+        if self._training is None:
+            plan = self._plan
+            created = await self._created(
+                lambda: self._service.create_lora_training_client(
+                    plan.base_model, rank=plan.lora_rank, seed=plan.seed
+                )
+            )
+            info = created.get_info()
+            if info.lora_rank not in (None, plan.lora_rank):
+                raise ConfigError(
+                    f"tinker.lora_rank is {plan.lora_rank}, and the server has {info.lora_rank}"
+                )
+            self._training = created
+        return self._training
+
+    async def _created(
+        self, create: Callable[[], tinker.BackcompatTrainingClientFuture]
+    ) -> tinker.TrainingClient:
+        """Have a training client made, and see that the server adds up as this backend needs it."""
+        try:
+            async with asyncio.timeout(self._plan.startup_timeout_s):
+                with attributed("the server made no training client", self._connection.key, service_error):
+                    made = await asyncio.to_thread(create)  # the first call waits for the session
+                    training = await made
+                await self._check_sums(training)
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"{self._connection.base_url} had no training client of {self._plan.base_model} after"
+                f" {self._plan.startup_timeout_s:g} s; try later, or raise tinker.startup_timeout_s"
+            ) from None
+        return training
+
+    async def _check_sums(self, training: tinker.TrainingClient) -> None:
+        """Score two short sequences, and compare the server's loss with ours.
+
+        Raises:
+            ServiceError: it has not this loss, or another one by its name: it averages, or weights by itself.
+        """
+        samples = [probe(self.stop_token_ids[0], size) for size in (3, 5)]
+        counts = Denominators.of(samples)
+        wires = [surrogate(samples, np.array([0.5, -1.0, 2.0, 1.5, -0.25, 3.0]))]
+        if not needs_forward(self._plan.loss):
+            wires.append(one_pass(samples, self._plan.loss, counts))
+        for wire in wires:
+            with attributed(f"the server has no loss {wire.name}", self._connection.key, service_error):
+                rows, total = await self._scored(training, samples, wire)
+            expected = wire_loss_value(wire, rows)
+            if total is None:
+                _log.warning("the server does not tell its loss: that it sums over tokens is taken on trust")
+            elif not math.isclose(total, expected, rel_tol=_SUM_TOLERANCE, abs_tol=_SUM_TOLERANCE):
+                raise RequestFailedError(
+                    f"{self._connection.base_url} makes {total:g} of a loss {wire.name} that is {expected:g}:"
+                    " it does not sum weighted tokens as the Tinker API does; use another server"
+                )
+
+    async def _forward(self, samples: Sequence[Sample], wire: WireLoss) -> Rows:
+        training = await self._trainer()
+        with attributed("forward", self._connection.key, trainer_error):
+            rows, _ = await self._scored(training, samples, wire)
+        return rows
+
+    async def _scored(
+        self, training: tinker.TrainingClient, samples: Sequence[Sample], wire: WireLoss
+    ) -> tuple[Rows, float | None]:
+        """Return the log-probs of all targets, and the loss where the server tells it; no gradient."""
+        data = await asyncio.to_thread(data_of, samples, wire)
+        output = await training.forward(data, wire.name, wire.config)
+        return logprob_rows(samples, output), output.metrics.get("loss:sum")
+
+    async def _backward(self, samples: Sequence[Sample], wire: WireLoss) -> Rows:
+        training = await self._trainer()
+        data = await asyncio.to_thread(data_of, samples, wire)
+        self._has_gradient = True
+        output = await self._change(
+            "forward_backward", lambda: training.forward_backward(data, wire.name, wire.config)
+        )
+        return logprob_rows(samples, output)
+
+    async def _change[T](self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Carry out a call that changes gradient or weights; one that does not end well spoils both."""
+        self._is_spoilt = True
+        with attributed(what, self._connection.key, trainer_error):
+            result = await call()
+        self._is_spoilt = False
+        return result
