@@ -128,6 +128,14 @@ class Engine(Sampler, Trainer, Protocol):
         """Ids that end a completion."""
         ...
 
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        """See `Trainer`.
+
+        Args:
+            weights_only: start a fresh optimizer, also where the checkpoint has one.
+        """
+        ...
+
     async def close(self) -> None:
         """Free everything it holds; calls that wait fail."""
         ...

@@ -113,7 +113,7 @@ class ScriptedEngine:
         if not weights_only:
             (directory / "optimizer.json").write_text("{}")
 
-    async def load(self, directory: Path) -> None:
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         if not (directory / "weights.json").is_file():
             raise TrainerError(f"{directory} is no checkpoint")
         state = json.loads((directory / "weights.json").read_text())

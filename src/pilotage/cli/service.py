@@ -58,12 +58,14 @@ async def serve(arguments: argparse.Namespace) -> int:
     store = Store(arguments.data / "service.db")
     if not arguments.no_auth and not store.tokens():
         raise ConfigError("nobody has a token yet; run `pilotage token create NAME` first, or give --no-auth")
+    kind = _engine_kind(arguments.engine)
     jobs = Jobs(
         store,
         directory=arguments.data.resolve() / "jobs",
         models=arguments.models,
         capacity=_capacity(arguments.capacity),
-        engine_command=(sys.executable, "-m", "pilotage.cli.engine", _engine_kind(arguments.engine)),
+        engine_command=(sys.executable, "-m", "pilotage.cli.engine", kind),
+        trains_adapters=kind == "ray",
     )
     service = Service(jobs, None if arguments.no_auth else TokenBook(store))
     try:

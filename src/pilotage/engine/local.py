@@ -171,11 +171,11 @@ class LocalEngine:
 
         await self._train(lambda: write_checkpoint(directory, manifest, write))
 
-    async def load(self, directory: Path) -> None:
-        """See `Trainer`. A plain model directory gives its weights, a fresh optimizer and version 0."""
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        """See `Engine`. A plain model directory gives its weights, a fresh optimizer and version 0."""
         check_model_dir(directory)
         manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
-        await self._train(lambda: self._trainer.load_state(directory))
+        await self._train(lambda: self._trainer.load_state(directory, weights_only=weights_only))
         self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:

@@ -131,12 +131,13 @@ class TorchTrainer:
         if not weights_only:
             save_optimizer(directory, self.module, self._optimizer)
 
-    def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote; a directory without an optimizer starts a fresh one."""
+    def load_state(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Restore what `save_state` wrote; without an optimizer, or `weights_only`, a fresh one starts."""
         module = load_module(directory, device=self.module.device)
         self.module.load_state_dict(module.state_dict())
         self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
-        load_optimizer(directory, self.module, self._optimizer)
+        if not weights_only:
+            load_optimizer(directory, self.module, self._optimizer)
         self.discard()
 
     def _add_gradient(

@@ -32,6 +32,7 @@ from pilotage.service.logs import read_page, tail
 from pilotage.service.measures import JobCollector, RequestMeter
 from pilotage.service.openapi import document
 from pilotage.service.refusals import Refusal, error_response, exception_handlers, json_response
+from pilotage.service.tinker_front import TinkerFront, TinkerSizes
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (
@@ -58,12 +59,17 @@ _LOG_TAIL_LINES = 20
 class Service:
     """The app, and the life of the jobs behind it."""
 
-    def __init__(self, jobs: Jobs, tokens: TokenBook | None) -> None:
+    def __init__(
+        self, jobs: Jobs, tokens: TokenBook | None, *, tinker_sizes: TinkerSizes | None = None
+    ) -> None:
         """Args:
         tokens: None answers everybody as the owner `local`; for loopback only.
         """
         self._jobs = jobs
         self._tokens = tokens
+        self._tinker = TinkerFront(
+            jobs, self._owner_of, sizes=tinker_sizes or TinkerSizes(), shows_paths=tokens is None
+        )
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(jobs))
         self.app = Starlette(
@@ -86,6 +92,7 @@ class Service:
             for name in ("forward-backward", "step", "save", "generate", "generate-stream")
         ]
         return [
+            *self._tinker.routes(),
             Route("/metrics", self._scrape),
             Route("/api/v2/{endpoint}", self._list_all),
             Route(PREFIX, self._create, methods=["POST"]),
@@ -115,14 +122,18 @@ class Service:
     # --- who ---
 
     def _owner(self, request: Request) -> str:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return self._owner_of(token.strip() if scheme.lower() == "bearer" else None)
+
+    def _owner_of(self, token: str | None) -> str:
         if self._tokens is None:
             return "local"
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        owner = self._tokens.owner_of(token.strip()) if scheme.lower() == "bearer" else None
+        owner = None if token is None else self._tokens.owner_of(token)
         if owner is None:
             raise Refusal(
                 ErrorCode.UNAUTHENTICATED,
-                "give a valid token as `Authorization: Bearer ...`; `pilotage token` makes one",
+                "give a valid token as `Authorization: Bearer ...`, or as the SDK's key with tml- before it;"
+                " `pilotage token` makes one",
             )
         return owner
 

@@ -97,7 +97,10 @@ class EngineHost:
         try:
             engine = await self._open_engine(self.spec)
             if self.spec.source_checkpoint is not None:
-                await engine.load(self.spec.source_checkpoint)
+                trainer = self.spec.body.trainer
+                config = None if trainer is None else trainer.training_config
+                keeps = config is None or config.load_optimizer_states
+                await engine.load(self.spec.source_checkpoint, weights_only=not keeps)
                 await engine.publish()
         except ConfigError as error:
             self.failure = str(error)
@@ -244,7 +247,8 @@ class EngineHost:
         """
         checkpoints = Checkpoints(source / "checkpoints")
         record = checkpoints.get(body.checkpoint_id)
-        await self.engine.load(checkpoints.path_of(body.checkpoint_id))
+        path = checkpoints.path_of(body.checkpoint_id)
+        await self.engine.load(path, weights_only=body.weights_only)
         self.global_steps = record.global_steps
         return record
 

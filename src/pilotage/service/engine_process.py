@@ -25,6 +25,7 @@ from pilotage.service.engine_host import EngineHost, JobSpec, OpenEngine
 from pilotage.service.gpu_meter import open_meter
 from pilotage.service.refusals import exception_handlers, json_response
 from pilotage.service.stock_routes import StockRoutes
+from pilotage.service.tinker_routes import TinkerRoutes
 
 _LOG = logging.getLogger(__name__)
 _ORPHAN_S = 60.0
@@ -44,7 +45,12 @@ def build_app(host: EngineHost) -> Starlette:
         }
         return json_response(state | {"in_flight": host.operations.num_in_flight})
 
-    routes = [Route("/health", health), *CoreRoutes(host).routes(), *StockRoutes(host).routes()]
+    routes = [
+        Route("/health", health),
+        *CoreRoutes(host).routes(),
+        *StockRoutes(host).routes(),
+        *TinkerRoutes(host).routes(),
+    ]
     return Starlette(routes=routes, exception_handlers=exception_handlers("the engine process"))
 
 

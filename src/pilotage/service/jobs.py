@@ -168,6 +168,7 @@ class Jobs:
         models: Path,
         capacity: dict[str, int],
         engine_command: Sequence[str],
+        trains_adapters: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Args:
@@ -175,12 +176,14 @@ class Jobs:
         models: `model_name` is a path below it.
         capacity: GPUs, or slots on a CPU, by kind.
         engine_command: program of an engine process; gets the job's directory.
+        trains_adapters: whether its engine knows LoRA.
         """
         self._store = store
         self._directory = directory
         self._models = models
         self._capacity = capacity
         self._engine_command = tuple(engine_command)
+        self.trains_adapters = trains_adapters
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._endings: set[asyncio.Task[None]] = set()
@@ -238,6 +241,12 @@ class Jobs:
     def list_of_owner(self, owner: str) -> "list[Job]":
         """Return an owner's jobs of all databases and schemas, oldest first."""
         return [job for job in self._jobs.values() if job.place.owner == owner]
+
+    def models(self) -> dict[str, Path]:
+        """Return name -> directory of the models that jobs may name, at most three levels down."""
+        root = self._models.resolve()
+        found = [path.parent for depth in range(1, 4) for path in root.glob("*/" * depth + "config.json")]
+        return {path.relative_to(root).as_posix(): path for path in sorted(found)}
 
     def status_counts(self) -> Counter[str]:
         """Count jobs by status, over all owners."""

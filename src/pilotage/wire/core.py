@@ -176,6 +176,8 @@ class LoadBody(Closed):
 
     checkpoint_id: str = Field(pattern=OPERATION_ID_PATTERN)
     source_job_id: str | None = None
+    weights_only: bool = False
+    """Start a fresh optimizer, also where the checkpoint has one."""
 
 
 class CheckpointRecord(Closed):

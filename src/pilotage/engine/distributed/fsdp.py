@@ -228,13 +228,16 @@ class FsdpTrainer:
         except TrainerError as error:
             self._from_lead(error)
 
-    def load_state(self, directory: Path) -> None:
+    def load_state(self, directory: Path, *, weights_only: bool = False) -> None:
         """Restore what a save wrote, by any number of ranks; without moments they start fresh.
+
+        Args:
+            weights_only: start fresh moments also where there are some.
 
         Raises:
             ConfigError: the directory is no usable model, or no adapter where one is trained.
         """
-        self._state.read(directory)
+        self._state.read(directory, weights_only=weights_only)
         self.discard()
 
     def _shard(self, module: PreTrainedModel, *, recompute: bool) -> Scorer:

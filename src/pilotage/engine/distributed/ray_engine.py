@@ -212,11 +212,11 @@ class RayEngine:
             manifest = Manifest.of(self._versions)
             await self._on_ranks("save_state", directory, manifest, weights_only=weights_only)
 
-    async def load(self, directory: Path) -> None:
-        """See `Trainer`. A plain model directory gives its weights, a fresh optimizer and version 0."""
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        """See `Engine`. A plain model directory gives its weights, a fresh optimizer and version 0."""
         async with self._verb:
             manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
-            await self._on_ranks("load_state", directory)
+            await self._on_ranks("load_state", directory, weights_only=weights_only)
             self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:

@@ -94,8 +94,8 @@ class ShardedState:
             self._write_config(directory)
         dist.barrier(self._group)
 
-    def read(self, directory: Path) -> None:
-        """Read weights and, where there are some, moments.
+    def read(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Read weights and, where there are some and unless `weights_only`, moments.
 
         Raises:
             ConfigError: the directory is no usable model, or no adapter where one is trained.
@@ -110,7 +110,7 @@ class ShardedState:
             weights = {self._names[name]: p.detach() for name, p in self._trained().items()}
             _read_tensors(directory, weights, self._group)
         self._optimizer = self._fresh()
-        if (directory / OPTIMIZER_FILE).is_file():
+        if not weights_only and (directory / OPTIMIZER_FILE).is_file():
             self._read_moments(directory)
 
     def _trained(self) -> dict[str, nn.Parameter]:
