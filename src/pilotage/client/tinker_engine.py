@@ -44,6 +44,7 @@ from pilotage.errors import (
     SamplerError,
     TrainerError,
     WaitTimeoutError,
+    WeightsChangingError,
 )
 from pilotage.types import (
     AdamParams,
@@ -71,8 +72,8 @@ class TinkerPlan:
     base_model: str
     """As the server names it."""
     lora_rank: int
-    seed: int
-    """Of the adapter's first weights."""
+    lora_seed: int | None
+    """Of the adapter's first weights; None leaves them to the server."""
     max_context_tokens: int
     stop_token_ids: tuple[int, ...]
     loss: LossConfig
@@ -100,6 +101,7 @@ class TinkerEngine:
         self._num_backwards = 0
         self._has_gradient = False
         self._is_spoilt = False
+        self._is_publishing = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -121,7 +123,11 @@ class TinkerEngine:
     async def sample(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session_id: str, turn_index: int
     ) -> Completion:
-        """See `Sampler`. A completion under way while weights are published keeps those it started with."""
+        """See `Sampler`. A completion keeps the weights that it started with.
+
+        Raises:
+            WeightsChangingError: the server's only sampler has taken over newer ones in the middle of it.
+        """
         room = self.max_context_tokens - int(prompt_ids.size)
         if room < 1:
             raise ContextExceededError(
@@ -141,8 +147,13 @@ class TinkerEngine:
             top_p=params.top_p,
         )
         prompt = tinker.ModelInput.from_ints(prompt_ids.tolist())
-        with attributed("sample", self._connection.key, sampler_error):
-            reply = await published.client.sample(prompt, num_samples=1, sampling_params=wanted)
+        try:
+            with attributed("sample", self._connection.key, sampler_error):
+                reply = await published.client.sample(prompt, num_samples=1, sampling_params=wanted)
+        except SamplerError as error:
+            if self._is_publishing or self._published is not published:
+                raise WeightsChangingError(str(error)) from error
+            raise
         return completion_of(reply, published.version, self.stop_token_ids)
 
     # --- trainer ---
@@ -232,8 +243,12 @@ class TinkerEngine:
         async with self._order:
             self._require_sound()
             training = await self._trainer()
-            with attributed("save_weights_for_sampler", self._connection.key, trainer_error):
-                client = await training.save_weights_and_get_sampling_client()
+            self._is_publishing = True
+            try:
+                with attributed("save_weights_for_sampler", self._connection.key, trainer_error):
+                    client = await training.save_weights_and_get_sampling_client()
+            finally:
+                self._is_publishing = False
             version = self._versions.advance()
             self._published = _Published(client=client, version=version)
             self._versions.published()
@@ -259,7 +274,7 @@ class TinkerEngine:
             )
         await asyncio.to_thread(record.write, directory)
 
-    async def load(self, directory: Path) -> None:
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Restore the checkpoint that `save` named in `directory`, in a new model without a gradient.
 
         Raises:
@@ -273,7 +288,7 @@ class TinkerEngine:
                 " run"
             )
         create = self._service.create_training_client_from_state_with_optimizer
-        if wanted.weights_only:
+        if weights_only or wanted.weights_only:
             create = self._service.create_training_client_from_state
         async with self._order:
             self._training = await self._created(lambda: create(wanted.path))
@@ -298,7 +313,7 @@ class TinkerEngine:
             plan = self._plan
             created = await self._created(
                 lambda: self._service.create_lora_training_client(
-                    plan.base_model, rank=plan.lora_rank, seed=plan.seed
+                    plan.base_model, rank=plan.lora_rank, seed=plan.lora_seed
                 )
             )
             info = created.get_info()

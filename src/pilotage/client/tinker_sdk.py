@@ -1,7 +1,7 @@
 """What backend tinker needs before it may import the SDK: the SDK itself, a server, and a key for it.
 
-The key is TINKER_API_KEY, for the server that TINKER_BASE_URL names or, without it, the hosted service. It is
-sent over TLS, or to this machine.
+The server is that of TINKER_BASE_URL or, without it, the hosted service; the key is TINKER_API_KEY, or what
+`pilotage login` keeps for this very server. It is sent over TLS, or to this machine.
 """
 
 import importlib.metadata
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from packaging.specifiers import SpecifierSet
 
 from pilotage.client.secret import Secret
-from pilotage.client.sources import LOOPBACK, secret_of
+from pilotage.client.sources import LOOPBACK, from_login, secret_of
 from pilotage.errors import ConfigError
 
 SDK = "tinker"
@@ -71,13 +71,15 @@ def check_sdk(version: str | None) -> None:
 
 
 def resolve_tinker(environment: Mapping[str, str] = os.environ) -> TinkerConnection:
-    """Find server and key in the environment.
+    """Find server and key.
 
     Raises:
         ConfigError: there is no key, or one of them cannot be used; no message shows the key.
     """
     base_url = (environment.get("TINKER_BASE_URL") or HOSTED_URL).rstrip("/")
-    text = environment.get("TINKER_API_KEY")
-    if not text:
+    if text := environment.get("TINKER_API_KEY"):
+        return TinkerConnection(base_url=base_url, key=secret_of(text, source="TINKER_API_KEY"))
+    login = from_login(environment)
+    if login is None or login.token is None or login.origin != base_url:
         raise ConfigError(f"there is no key for {base_url}; set TINKER_API_KEY")
-    return TinkerConnection(base_url=base_url, key=secret_of(text, source="TINKER_API_KEY"))
+    return TinkerConnection(base_url=base_url, key=Secret(f"tml-{login.token.reveal()}"))

@@ -134,7 +134,9 @@ class TinkerSettings(_Section):
     model_name: str | None = None
     """The policy's name at the server; absent is the name of `policy.model`'s directory."""
     lora_rank: int = Field(default=32, ge=1)
-    """Rank of the adapter, whose first weights are drawn from `loop.seed`."""
+    """Rank of the adapter; a server that trains all weights has none."""
+    lora_seed: int | None = Field(default=None, ge=0)
+    """Of the adapter's first weights; absent leaves them to the server."""
     startup_timeout_s: float = Field(default=1800.0, gt=0)
     """The run stops where the server has no trainer ready after so long."""
 

@@ -210,7 +210,7 @@ def _open_tinker(
     plan = TinkerPlan(
         base_model=recipe.tinker.model_name or recipe.policy.model.name,
         lora_rank=recipe.tinker.lora_rank,
-        seed=recipe.loop.seed,
+        lora_seed=recipe.tinker.lora_seed,
         max_context_tokens=recipe.policy.max_context_tokens,
         stop_token_ids=renderer.stop_token_ids,
         loss=recipe.loop.loss,

@@ -168,6 +168,7 @@ class TinkerFront:
             *(Route(f"{PREFIX}/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
             Route(f"{PREFIX}/healthz", self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
+            Route(f"{PREFIX}/sessions/{{session_id}}/finish", self._finish, methods=["POST"]),
             Route(f"{PREFIX}/samplers/{{sampler_id}}", self._sampler),
             Route(f"{PREFIX}/training_runs/{{model_id}}/checkpoints", self._checkpoints),
             Route(
@@ -233,6 +234,14 @@ class TinkerFront:
             if job.id.startswith(f"{body.session_id}.") and job.status in ACTIVE:
                 self._jobs.renew(job, _LEASE_S)
         return json_response({"type": "session_heartbeat"})
+
+    async def _finish(self, request: Request) -> Response:
+        """End a session: its jobs are cancelled now, and not when their leases have run out."""
+        place, session_id = self._place(request), request.path_params["session_id"]
+        for job in self._jobs.list(place):
+            if job.id.startswith(f"{session_id}.") and job.status in ACTIVE:
+                await self._jobs.cancel(job)
+        return Response(status_code=204)
 
     # --- models ---
 
