@@ -25,7 +25,7 @@ install: $(STAMP)  ## find Python 3.12, make .venv and install Pilotage into it
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh $(VENV)
 
-demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1, BACKEND=cortex, TASKS=factory
+demo: $(STAMP)  ## train the tiny policy with real agents on two cores; SEED=1, BACKEND=cortex or tinker, TASKS=factory
 	@scripts/demo.sh $(BIN)/pilotage $(SEED) $(BACKEND) $(TASKS)
 
 test: $(STAMP)  ## run every test; ARGS='-k proxy' for some

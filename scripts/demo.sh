@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Run the demo: make its tasks where they are missing, train, report.
 #
-#   scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex] [packages|factory]
+#   scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex|tinker] [packages|factory]
 #
 # `packages` are bugs put into installed packages, made in a minute; `factory` are bugs that the packages' own
-# tests have proven, made in about ten. With cortex the policy is held by a job of `pilotage serve`, which is
-# started for the run and stopped after it. An unfinished run of that seed is taken up where it stopped; a
-# finished one is kept, and a new run gets the next free number.
+# tests have proven, made in about ten. With cortex or tinker the policy is held by a job of `pilotage serve`,
+# which is started for the run and stopped after it. The Tinker wire has no temperature of a trainer and no
+# reference, so that the run has temperature 1 and no KL term. An unfinished run of that seed is taken up where
+# it stopped; a finished one is kept, and a new run gets the next free number.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-usage='usage: scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex] [packages|factory]'
+usage='usage: scripts/demo.sh PILOTAGE_COMMAND SEED [local|cortex|tinker] [packages|factory]'
 pilotage=${1:?$usage}
 seed=${2:?$usage}
 backend=${3:-local}
@@ -59,11 +60,18 @@ start_service() {
         sleep 0.2
     done
     ARCTIC_CORTEX_BASE_URL=$(sed -n 's/^serving on //p' "$announced")
-    export ARCTIC_CORTEX_BASE_URL
+    TINKER_BASE_URL=$ARCTIC_CORTEX_BASE_URL
+    TINKER_API_KEY=tml-any  # the service asks for none, and the SDK for one that starts so
+    export ARCTIC_CORTEX_BASE_URL TINKER_BASE_URL TINKER_API_KEY
 }
+
+settings=("backend=$backend" "loop.seed=$seed")
+if [ "$backend" = tinker ]; then
+    settings+=(loop.sampling.temperature=1 loop.loss.temperature=1 loop.loss.kl_coef=0)
+fi
 
 make_tasks
 [ "$backend" = local ] || start_service
-"$pilotage" train "recipes/$kind.toml" "backend=$backend" "loop.seed=$seed" --run-name "$name" "${resume[@]}"
+"$pilotage" train "recipes/$kind.toml" "${settings[@]}" --run-name "$name" "${resume[@]}"
 "$pilotage" baseline --json --methods random,bm25-1 "$tasks/held_out" >"$tasks/anchors.json"
 "$pilotage" report --window 5 --anchors "$tasks/anchors.json" "runs/$name"

@@ -318,6 +318,16 @@ def test_the_demo_on_a_service_of_its_own_ends_well(tmp_path: Path) -> None:
     assert "runs/demo-cortex-seed1" in report
 
 
+def test_the_demo_over_the_tinker_wire_asks_for_what_that_wire_has(tmp_path: Path) -> None:
+    (tmp_path / "tasks" / "demo").mkdir(parents=True)
+    serve, train, *_ = demo_commands(tmp_path, "tinker")
+    assert serve.startswith("serve --no-auth")
+    assert train.startswith(
+        "train recipes/demo.toml backend=tinker loop.seed=1"
+        " loop.sampling.temperature=1 loop.loss.temperature=1 loop.loss.kl_coef=0"
+    )
+
+
 def test_the_demo_resumes_what_stopped_and_keeps_what_finished(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "demo").mkdir(parents=True)
     run = tmp_path / "runs" / "demo-seed1"

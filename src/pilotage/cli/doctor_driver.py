@@ -82,7 +82,7 @@ def _machine_need(recipe: Recipe | None) -> MachineNeed:
     if recipe is None:
         return MachineNeed()
     rollouts = recipe.rollouts
-    extras = {"agents"} | ({"local"} if recipe.backend == "local" else set())
+    extras = {"agents"} | ({recipe.backend} & {"local", "tinker"})
     return MachineNeed(
         concurrency=rollouts.concurrency,
         extras=tuple(sorted(extras)),
