@@ -48,7 +48,8 @@ def score(task: Path, scratch: Path, *, with_solution: bool) -> dict[str, float]
     for name in names:
         script = (task / name).read_text()
         script = script.replace("/logs/", f"{logs}/").replace("/tests/", f"{task / 'tests'}/")
-        subprocess.run(["bash", "-ec", script], check=True, capture_output=True)
+        done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     return json.loads((logs / "verifier" / "reward.json").read_text())
 
 

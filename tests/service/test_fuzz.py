@@ -124,6 +124,11 @@ async def test_the_document_is_served_without_a_token_and_names_every_route(tmp_
             assert content["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
 
 
+@schemathesis.serializer("application/x-protobuf")
+def _as_it_is(context: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
 def cases(mode: GenerationMode) -> list[Any]:
     """Return a few calls of every operation that do, or do not, follow the document; the same every time."""
     schema = schemathesis.openapi.from_dict(document())
@@ -156,9 +161,10 @@ async def test_no_call_that_the_document_describes_or_forbids_breaks_the_service
         job_id = await running(service, tmp_path)
         for case in made:
             place = {"database": "db", "schema": "public", "endpoint": "cortex-training"}
-            case.path_parameters = {**(case.path_parameters or {}), **place}
-            if not case.operation.path.endswith(":cancel"):
-                case.path_parameters["job_id"] = job_id
+            if not case.operation.path.startswith("/api/v1/"):
+                case.path_parameters = {**(case.path_parameters or {}), **place}
+                if not case.operation.path.endswith(":cancel"):
+                    case.path_parameters["job_id"] = job_id
             if case.query:
                 case.query.pop("wait_s", None)  # waiting is no fault
             prepared = requests.Request(**case.as_transport_kwargs(base_url="http://service")).prepare()

@@ -13,6 +13,23 @@ from pydantic import TypeAdapter
 
 from pilotage.service.core_routes import MAX_WAIT_S
 from pilotage.service.stock_routes import OperationBody, StepBody, StockLoadBody, StockSaveBody
+from pilotage.service.tinker_front import PREFIX as TINKER
+from pilotage.service.tinker_front import (
+    CreateModelBody,
+    FutureBody,
+    HeartbeatBody,
+    ModelBody,
+    RestoreBody,
+    SamplingSessionBody,
+    SessionBody,
+    WeightsBody,
+)
+from pilotage.service.tinker_routes import (
+    OptimStepBody,
+    SampleBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+)
 from pilotage.types import AdamParams, ForwardBackwardResult, StepResult
 from pilotage.wire.core import (
     HTTP_STATUS,
@@ -33,6 +50,7 @@ from pilotage.wire.core import (
     SaveBody,
 )
 from pilotage.wire.jobs import HARDWARE, CapacityRecord, CreateJobBody, JobRecord
+from pilotage.wire.tinker import PROTOBUF
 
 type Schema = dict[str, Any]
 
@@ -40,7 +58,9 @@ _PLACE = "/api/v2/databases/{database}/schemas/{schema}/{endpoint}"
 _JOB = f"{_PLACE}/{{job_id}}"
 _JSON = "application/json"
 _READ = (CreateJobBody, LeaseBody, SaveBody, LoadBody, AdamParams, StepBody, StockSaveBody, StockLoadBody,
-         OperationBody)  # fmt: skip
+         OperationBody, CreateModelBody, FutureBody, HeartbeatBody, ModelBody, RestoreBody,
+         SamplingSessionBody, SessionBody, WeightsBody, OptimStepBody, SampleBody, SaveForSamplerBody,
+         SaveWeightsBody)  # fmt: skip
 """Types that a request's body is read as ..."""
 _WRITTEN = (ErrorBody, Capabilities, LeaseState, CoreState, OperationState, PublishResult, CheckpointRecord,
             MetricPage, JobRecord, CapacityRecord, ForwardBackwardResult, StepResult)  # fmt: skip
@@ -54,7 +74,7 @@ class _Route:
     method: str
     path: str
     summary: str
-    body: type | Literal["frame"] | None = None
+    body: type | Literal["frame", "protobuf"] | None = None
     reply: type | Literal["frame", "file", "text"] | None = None
     """None is a JSON object that the reference describes."""
     query: tuple[str, ...] = ()
@@ -98,7 +118,38 @@ def _core(
     )  # fmt: skip
 
 
+def _tinker(name: str, summary: str, body: type | Literal["protobuf"] | None = None) -> _Route:
+    return _Route(method="post", path=f"{TINKER}/{name}", summary=summary, body=body)
+
+
+_RUN = f"{TINKER}/training_runs/{{model_id}}/checkpoints"
+_TINKER_ROUTES = (
+    _Route(method="get", path=f"{TINKER}/healthz", summary="Say that the service runs"),
+    _Route(method="get", path=f"{TINKER}/get_server_capabilities", summary="List models"),
+    _Route(method="get", path=f"{TINKER}/samplers/{{sampler_id}}", summary="Describe a sampling client"),
+    _Route(method="get", path=_RUN, summary="List a model's checkpoints"),
+    _Route(method="delete", path=f"{_RUN}/{{kind}}/{{name}}", summary="Delete a checkpoint", success=(204,)),
+    _tinker("client/config", "Say how the SDK is to behave"),
+    _tinker("client/dynamic_config", "Say the same, again and again"),
+    _tinker("create_session", "Open a session", SessionBody),
+    _tinker("session_heartbeat", "Keep a session's jobs", HeartbeatBody),
+    _tinker("create_model", "Make a model to train", CreateModelBody),
+    _tinker("get_info", "Describe a model", ModelBody),
+    _tinker("weights_info", "Describe saved weights", WeightsBody),
+    _tinker("forward_backward", "Add a gradient", "protobuf"),
+    _tinker("forward", "Score datums", "protobuf"),
+    _tinker("optim_step", "Apply the gradient", OptimStepBody),
+    _tinker("save_weights", "Write a checkpoint", SaveWeightsBody),
+    _tinker("save_weights_for_sampler", "Give the sampler the weights", SaveForSamplerBody),
+    _tinker("load_weights", "Restore a checkpoint", RestoreBody),
+    _tinker("create_sampling_session", "Make a sampling client", SamplingSessionBody),
+    _tinker("asample", "Sample", SampleBody),
+    _tinker("retrieve_future", "Get a result", FutureBody),
+    _tinker("cancel_future", "Cancel a request", FutureBody),
+    _tinker("telemetry", "Take what the SDK tells, and keep nothing"),
+)
 _ROUTES = (
+    *_TINKER_ROUTES,
     _Route(method="get", path="/health", summary="Say that the service runs"),
     _Route(method="get", path="/metrics", summary="Answer a scrape by Prometheus", reply="text"),
     _Route(
@@ -191,12 +242,13 @@ def document() -> Schema:
     for route in _ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
     token = {"type": "http", "scheme": "bearer", "description": "`pilotage token` makes one."}
+    key = {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "tml- and the token."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Pilotage training service", "version": str(PROTOCOL_VERSION)},
         "security": [{"token": []}],
         "paths": paths,
-        "components": {"schemas": _schemas(), "securitySchemes": {"token": token}},
+        "components": {"schemas": _schemas(), "securitySchemes": {"token": token, "key": key}},
     }
 
 
@@ -207,8 +259,10 @@ def _operation(route: _Route) -> Schema:
         "parameters": [*_path_parameters(route.path), *map(_query_parameter, route.query)],
         "responses": _responses(route),
     }
-    if route.path == "/health":
+    if route.path in ("/health", f"{TINKER}/healthz"):
         operation["security"] = []
+    elif route in _TINKER_ROUTES:
+        operation["security"] = [{"key": []}]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body)}
     return operation
@@ -235,11 +289,13 @@ def _responses(route: _Route) -> Schema:
     return responses
 
 
-def _content(kind: type | Literal["frame", "file", "text"] | None) -> Schema:
+def _content(kind: type | Literal["frame", "file", "text", "protobuf"] | None) -> Schema:
     if kind is None:
         return {_JSON: {"schema": {"type": "object"}}}
     if kind == "text":
         return {"text/plain": {"schema": {"type": "string"}}}
+    if kind == "protobuf":
+        return {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
     if isinstance(kind, str):
         return {OCTET_STREAM: {"schema": {"type": "string", "format": "binary"}}}
     return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}

@@ -108,7 +108,7 @@ class CreateModelBody(_Body):
     optimizer_config: _AdamChoice = _AdamChoice()
 
 
-class LoadBody(_Body):
+class RestoreBody(_Body):
     """Restores a checkpoint: in an open model (`model_id`), or in one that it makes (`session_id`)."""
 
     model_id: str | None = None
@@ -130,6 +130,27 @@ class SamplingSessionBody(_Body):
     sampling_session_seq_id: int = Field(ge=0, lt=10**9)
     base_model: str | None = None
     model_path: str | None = None
+
+
+class ModelBody(_Body):
+    """Asks about a model."""
+
+    model_id: str
+
+
+class WeightsBody(_Body):
+    """Asks about saved weights."""
+
+    tinker_path: str
+    weights_access_token: None = None
+
+
+class FutureBody(_Body):
+    """Asks for the result of a request, or to cancel it."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+    model_id: str | None = None
 
 
 class TinkerFront:
@@ -253,8 +274,7 @@ class TinkerFront:
         return json_response({"request_id": f"{_job_id(model_id)}:created", "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:
-        content = json_object(await read_bounded(request))
-        job = self._model(request, str(content.get("model_id")))
+        job = self._model(request, (await self._read(request, ModelBody)).model_id)
         name = job.body.sub_job_configs[0].model_name
         tokenizer = str(job.model_dir) if self._shows_paths else name
         return json_response(
@@ -268,7 +288,7 @@ class TinkerFront:
         )
 
     async def _load_weights(self, request: Request) -> Response:
-        place, body = self._place(request), await self._read(request, LoadBody)
+        place, body = self._place(request), await self._read(request, RestoreBody)
         source_model, checkpoint_id = checkpoint_of(body.path)
         source = self._jobs.get(place, _job_id(source_model))
         self._jobs.checkpoints_of(source).get(checkpoint_id)
@@ -292,8 +312,7 @@ class TinkerFront:
         return json_response({"request_id": f"{_job_id(model_id)}:loaded", "model_id": model_id})
 
     async def _weights_info(self, request: Request) -> Response:
-        content = json_object(await read_bounded(request))
-        model_id, checkpoint_id = checkpoint_of(str(content.get("tinker_path")))
+        model_id, checkpoint_id = checkpoint_of((await self._read(request, WeightsBody)).tinker_path)
         job = self._model(request, model_id)
         self._jobs.checkpoints_of(job).get(checkpoint_id)
         return json_response({"base_model": job.body.sub_job_configs[0].model_name, **_adapter_info(job)})
@@ -379,7 +398,7 @@ class TinkerFront:
 
     async def _retrieve(self, request: Request) -> Response:
         place = self._place(request)
-        request_id = str(json_object(await read_bounded(request)).get("request_id"))
+        request_id = (await self._read(request, FutureBody)).request_id
         job_id, _, operation = request_id.rpartition(":")
         job = self._jobs.get(place, job_id)
         if operation in _CREATIONS:
@@ -415,8 +434,7 @@ class TinkerFront:
 
     async def _cancel(self, request: Request) -> Response:
         place = self._place(request)
-        request_id = str(json_object(await read_bounded(request)).get("request_id"))
-        job_id, _, operation = request_id.rpartition(":")
+        job_id, _, operation = (await self._read(request, FutureBody)).request_id.rpartition(":")
         await self._ask(self._jobs.get(place, job_id), "POST", f"/tinker/cancel/{operation}")
         return json_response({})
 
