@@ -33,6 +33,7 @@ from pilotage.errors import (
     AuthError,
     ConfigError,
     ContextExceededError,
+    NotFoundError,
     TrainerError,
     WeightsChangingError,
 )
@@ -50,7 +51,7 @@ from pilotage.types import (
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "recipes" / "demo" / "policy"
 PILOTAGE = str(Path(sys.executable).with_name("pilotage"))
-CONTEXT, STOPS = 256, (2,)
+CONTEXT, STOPS = 256, (2, 0)
 KEY = Secret("tml-" + "k" * 12)
 LINEAR = AdamParams(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e6, max_grad_norm=1.0)
 LOSS = LossConfig(policy_loss=PolicyLoss.GSPO, clip_low=0.05, clip_high=0.05)
@@ -342,24 +343,40 @@ async def test_a_cancelled_sample_frees_its_slot(served: Served) -> None:
         assert time.monotonic() - started < 10
 
 
-async def test_a_checkpoint_restores_weights_optimizer_and_version(served: Served, tmp_path: Path) -> None:
-    adam = AdamParams(learning_rate=1e-3)
+async def test_another_session_goes_on_from_a_checkpoint(served: Served, tmp_path: Path) -> None:
     async with tinker(served) as engine:
         samples = await with_logprobs(engine, rollouts(), spread=0.1)
         await engine.publish()
-        for name in ("first", "second"):
+        for version, name in ((2, "first"), (3, "second")):
             await engine.forward_backward(samples, LOSS)
-            await engine.step(adam)
-            assert await engine.publish() == {"first": 2, "second": 3}[name]
+            await engine.step(AdamParams(learning_rate=1e-3))
+            assert await engine.publish() == version
             await engine.save(tmp_path / name)
+    async with tinker(served) as engine:
         await engine.load(tmp_path / "first")
         assert await engine.publish() == 2
         await engine.forward_backward(samples, LOSS)
-        await engine.step(adam)
+        await engine.step(AdamParams(learning_rate=1e-3))
         await engine.save(tmp_path / "again")
     wanted, found = served.weights(tmp_path / "second"), served.weights(tmp_path / "again")
     for name, values in wanted.items():
         np.testing.assert_allclose(found[name], values, atol=1e-6)
+
+
+async def test_a_checkpoint_that_the_server_does_not_have_is_one_line(served: Served, tmp_path: Path) -> None:
+    elsewhere = TinkerCheckpoint(
+        base_url="https://other.example",
+        path="tinker://gone:train:0/weights/x",
+        weights_version=1,
+        is_published=True,
+        weights_only=False,
+    )
+    elsewhere.write(tmp_path / "elsewhere")
+    async with tinker(served) as engine:
+        with pytest.raises(NotFoundError, match=r"gone:train:0.*, which was saved at https://other\.example"):
+            await engine.load(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=r"holds no tinker_checkpoint\.json"):
+            await engine.load(POLICY)
 
 
 async def test_a_failed_gradient_is_never_applied(served: Served, tmp_path: Path) -> None:

@@ -278,20 +278,16 @@ class TinkerEngine:
         """Restore the checkpoint that `save` named in `directory`, in a new model without a gradient.
 
         Raises:
-            ConfigError: the directory names none, or one of another server.
-            ServiceError: the server has it no more.
+            ConfigError: the directory names none.
+            ServiceError: the server does not have it.
         """
         wanted = TinkerCheckpoint.read(directory)
-        if wanted.base_url != self._connection.base_url:
-            raise ConfigError(
-                f"{directory} is a checkpoint of {wanted.base_url}; set TINKER_BASE_URL to it, or start a new"
-                " run"
-            )
         create = self._service.create_training_client_from_state_with_optimizer
         if weights_only or wanted.weights_only:
             create = self._service.create_training_client_from_state
         async with self._order:
-            self._training = await self._created(lambda: create(wanted.path))
+            what = f"{wanted.path}, which was saved at {wanted.base_url}"
+            self._training = await self._created(lambda: create(wanted.path), what)
             self._num_backwards, self._has_gradient, self._is_spoilt = 0, False, False
             self._versions.restored(wanted.weights_version, is_published=wanted.is_published)
 
@@ -314,7 +310,8 @@ class TinkerEngine:
             created = await self._created(
                 lambda: self._service.create_lora_training_client(
                     plan.base_model, rank=plan.lora_rank, seed=plan.lora_seed
-                )
+                ),
+                plan.base_model,
             )
             info = created.get_info()
             if info.lora_rank not in (None, plan.lora_rank):
@@ -325,19 +322,24 @@ class TinkerEngine:
         return self._training
 
     async def _created(
-        self, create: Callable[[], tinker.BackcompatTrainingClientFuture]
+        self, create: Callable[[], tinker.BackcompatTrainingClientFuture], what: str
     ) -> tinker.TrainingClient:
-        """Have a training client made, and see that the server adds up as this backend needs it."""
+        """Have a training client made, and see that the server adds up as this backend needs it.
+
+        Args:
+            what: it is of, for errors.
+        """
+        base_url, key = self._connection.base_url, self._connection.key
         try:
             async with asyncio.timeout(self._plan.startup_timeout_s):
-                with attributed("the server made no training client", self._connection.key, service_error):
+                with attributed(f"{base_url} made no training client of {what}", key, service_error):
                     made = await asyncio.to_thread(create)  # the first call waits for the session
                     training = await made
                 await self._check_sums(training)
         except TimeoutError:
             raise WaitTimeoutError(
-                f"{self._connection.base_url} had no training client of {self._plan.base_model} after"
-                f" {self._plan.startup_timeout_s:g} s; try later, or raise tinker.startup_timeout_s"
+                f"{base_url} had no training client of {what} after {self._plan.startup_timeout_s:g} s; try"
+                " later, or raise tinker.startup_timeout_s"
             ) from None
         return training
 

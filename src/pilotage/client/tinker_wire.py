@@ -61,7 +61,7 @@ def completion_of(reply: tinker.SampleResponse, version: int, stops: tuple[int, 
     if logprobs is None or len(logprobs) != ids.size or not ids.size:
         fault = f"{ids.size} ids come with {0 if logprobs is None else len(logprobs)} log-probs"
     elif is_stop and int(ids[-1]) not in stops:
-        fault = f"it stopped without one of the stop tokens {list(stops)}"
+        fault = f"it ends with none of {list(stops)}, so the server keeps the stop token, or stops at another"
     if fault is not None:
         failed = SamplerError(f"the server's completion cannot be trained: {fault}; use another server")
         failed.retryable = False
