@@ -34,6 +34,7 @@ from pilotage.errors import (
     ConfigError,
     ContextExceededError,
     NotFoundError,
+    SamplerError,
     TrainerError,
     WeightsChangingError,
 )
@@ -420,10 +421,20 @@ async def test_what_the_server_cannot_do_is_said_before_anything_is_made(served:
         assert "\n" not in str(refused.value)
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_here(served: Served) -> None:
+async def test_a_prompt_that_fills_the_context_and_a_server_that_is_lost_are_errors(served: Served) -> None:
     async with tinker(served) as engine:
+        samples = await with_logprobs(engine, rollouts(), spread=0.1)
+        await engine.publish()
         with pytest.raises(ContextExceededError, match="256 tokens leaves no room in 256"):
             await engine.sample(token_ids([5] * CONTEXT), SamplingParams(), session_id="s", turn_index=0)
+        long = SamplingParams(max_tokens=CONTEXT - 1, seed=1)
+        running = asyncio.create_task(engine.sample(token_ids([5]), long, session_id="s", turn_index=0))
+        await asyncio.sleep(0)
+        engine.lose("it has not answered")
+        with pytest.raises(SamplerError, match="sample: it has not answered"):
+            await running
+        with pytest.raises(TrainerError, match="forward: it has not answered"):
+            await engine.forward_backward(samples, LOSS)
 
 
 async def test_a_key_that_the_server_does_not_know_is_one_line_without_the_key(tmp_path: Path) -> None:

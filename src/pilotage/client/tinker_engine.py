@@ -102,6 +102,8 @@ class TinkerEngine:
         self._has_gradient = False
         self._is_spoilt = False
         self._is_publishing = False
+        self._scopes: set[asyncio.Timeout] = set()
+        self._lost: str | None = None
 
     @property
     def max_context_tokens(self) -> int:
@@ -149,7 +151,9 @@ class TinkerEngine:
         prompt = tinker.ModelInput.from_ints(prompt_ids.tolist())
         try:
             with attributed("sample", self._connection.key, sampler_error):
-                reply = await published.client.sample(prompt, num_samples=1, sampling_params=wanted)
+                reply = await self._reply(
+                    published.client.sample(prompt, num_samples=1, sampling_params=wanted)
+                )
         except SamplerError as error:
             if self._is_publishing or self._published is not published:
                 raise WeightsChangingError(str(error)) from error
@@ -246,7 +250,7 @@ class TinkerEngine:
             self._is_publishing = True
             try:
                 with attributed("save_weights_for_sampler", self._connection.key, trainer_error):
-                    client = await training.save_weights_and_get_sampling_client()
+                    client = await self._reply(training.save_weights_and_get_sampling_client())
             finally:
                 self._is_publishing = False
             version = self._versions.advance()
@@ -264,7 +268,7 @@ class TinkerEngine:
             self._require_sound()
             training = await self._trainer()
             with attributed("save_state", self._connection.key, trainer_error):
-                saved = await training.save_state(new_id(directory))
+                saved = await self._reply(training.save_state(new_id(directory)))
             record = TinkerCheckpoint(
                 base_url=self._connection.base_url,
                 path=saved.path,
@@ -294,7 +298,33 @@ class TinkerEngine:
     async def close(self) -> None:
         """Nothing is held here: the session is its owner's to finish."""
 
+    def lose(self, what: str) -> None:
+        """Fail every call that waits, and those to come: the server is gone.
+
+        Args:
+            what: is known of it.
+        """
+        self._lost = what
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
+
     # --- parts ---
+
+    async def _reply[T](self, call: Awaitable[T]) -> T:
+        """Await the SDK, which by itself would wait for ever for a server that is gone."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                if self._lost is not None:
+                    scope.reschedule(0)
+                return await call
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise TimeoutError(self._lost) from None
+        finally:
+            self._scopes.discard(scope)
 
     def _require_sound(self) -> None:
         if self._is_spoilt:
@@ -377,7 +407,7 @@ class TinkerEngine:
     ) -> tuple[Rows, float | None]:
         """Return the log-probs of all targets, and the loss where the server tells it; no gradient."""
         data = await asyncio.to_thread(data_of, samples, wire)
-        output = await training.forward(data, wire.name, wire.config)
+        output = await self._reply(training.forward(data, wire.name, wire.config))
         return logprob_rows(samples, output), output.metrics.get("loss:sum")
 
     async def _backward(self, samples: Sequence[Sample], wire: WireLoss) -> Rows:
@@ -393,6 +423,6 @@ class TinkerEngine:
         """Carry out a call that changes gradient or weights; one that does not end well spoils both."""
         self._is_spoilt = True
         with attributed(what, self._connection.key, trainer_error):
-            result = await call()
+            result = await self._reply(call())
         self._is_spoilt = False
         return result

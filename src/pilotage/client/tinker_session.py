@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator
 from typing import Literal
 
@@ -20,6 +21,9 @@ _log = logging.getLogger(__name__)
 
 _HEALTH_S = 10.0
 """Longest that the server may take to say that it is there; the SDK itself would try for five minutes."""
+_WATCH_S = 10.0
+_LOST_S = 300.0
+"""A server that has been silent for so long is given up; a restart takes less."""
 _CLOSE_S = 10.0
 """Longest that the end of the session is waited for; else the server ends it when the heartbeat stops."""
 
@@ -38,10 +42,13 @@ async def open_tinker(connection: TinkerConnection, plan: TinkerPlan) -> AsyncGe
     await _require_server(connection)
     with attributed(f"{connection.base_url} refused", connection.key, service_error):
         _check_model(await _capabilities(connection), plan, connection)
+    os.environ.setdefault("TINKER_TELEMETRY", "0")  # the SDK would send tracebacks, with what is in them
     service = tinker.ServiceClient(base_url=connection.base_url, api_key=connection.key.reveal())
+    engine = TinkerEngine(service, connection, plan)
     status: Literal["success", "errored", "interrupted"] = "errored"
     try:
-        yield TinkerEngine(service, connection, plan)
+        async with _watched(connection, engine):
+            yield engine
         status = "success"
     except asyncio.CancelledError:
         status = "interrupted"
@@ -52,6 +59,27 @@ async def open_tinker(connection: TinkerConnection, plan: TinkerPlan) -> AsyncGe
                 await service.close(status)
         except Exception as error:  # noqa: BLE001 - the end: the server frees what it has by itself
             _log.warning("the session at %s could not be finished: %s", connection.base_url, error)
+
+
+@contextlib.asynccontextmanager
+async def _watched(connection: TinkerConnection, engine: TinkerEngine) -> AsyncGenerator[None]:
+    """Fail the engine's calls when its server is lost; what the body raises comes out as it is."""
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        seen_at = loop.time()
+        while loop.time() - seen_at < _LOST_S:
+            await asyncio.sleep(_WATCH_S)
+            with contextlib.suppress(ConfigError):
+                await _require_server(connection)
+                seen_at = loop.time()
+        engine.lose(f"{connection.base_url} has not answered for {_LOST_S:g} s")
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
 
 
 async def _require_server(connection: TinkerConnection) -> None:
