@@ -67,7 +67,7 @@ async def test_a_sessions_jobs_live_by_its_heartbeats_and_end_when_it_is_finishe
             await asyncio.sleep(0.3)  # the service looks at leases five times a second
         job_of = {m: service.jobs._jobs[m.replace(":", ".")] for m in (kept_model, lost_model)}
         async with asyncio.timeout(30):
-            while job_of[lost_model].status != "cancelled":
+            while job_of[lost_model].status != "cancelled":  # noqa: ASYNC110 - a job tells nobody
                 await asyncio.sleep(0.02)
         assert job_of[lost_model].reason == "lease_expired: its driver is gone"
         assert job_of[kept_model].status == "running"

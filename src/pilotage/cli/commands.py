@@ -379,7 +379,7 @@ def _add_service(commands: _Commands) -> None:
         "--tinker-gpus",
         default="1+1",
         metavar="TRAIN+SAMPLE",
-        help="GPUs of a model's trainer and sampler for callers of the Tinker wire, who cannot say; default: 1+1",
+        help="GPUs of a model's trainer and sampler where the Tinker wire makes it; default: 1+1",
     )
     serve.set_defaults(command=("service", "serve"))
 
