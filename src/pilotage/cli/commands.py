@@ -375,6 +375,12 @@ def _add_service(commands: _Commands) -> None:
         help="what holds a job's policy: one process, or Ray actors on many devices (FSDP2, vLLM); default:"
         " ray where there are CUDA devices and vLLM, else local",
     )
+    serve.add_argument(
+        "--tinker-gpus",
+        default="1+1",
+        metavar="TRAIN+SAMPLE",
+        help="GPUs of a model's trainer and sampler where the Tinker wire makes it; default: 1+1",
+    )
     serve.set_defaults(command=("service", "serve"))
 
     token = commands.add_parser("token", help="make or revoke tokens of the training service")

@@ -4,8 +4,12 @@ import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pilotage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pilotage.service.tinker_models import TinkerSizes
 
 
 def _capacity(words: list[str]) -> dict[str, int]:
@@ -19,6 +23,15 @@ def _capacity(words: list[str]) -> dict[str, int]:
             raise ConfigError(f"--capacity is KIND=COUNT with KIND of {', '.join(HARDWARE)}, got {word!r}")
         found[kind] = int(count)
     return found or {"H200": _num_devices() or 8}
+
+
+def _tinker_sizes(text: str) -> "TinkerSizes":
+    from pilotage.service.tinker_models import TinkerSizes
+
+    parts = text.split("+")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--tinker-gpus is TRAIN+SAMPLE, as in 4+4, got {text!r}")
+    return TinkerSizes(training=int(parts[0]), sampling=int(parts[1]))
 
 
 def _num_devices() -> int:
@@ -67,7 +80,8 @@ async def serve(arguments: argparse.Namespace) -> int:
         engine_command=(sys.executable, "-m", "pilotage.cli.engine", kind),
         trains_adapters=kind == "ray",
     )
-    service = Service(jobs, None if arguments.no_auth else TokenBook(store))
+    sizes = _tinker_sizes(arguments.tinker_gpus)
+    service = Service(jobs, None if arguments.no_auth else TokenBook(store), tinker_sizes=sizes)
     try:
         await run(service, jobs, listen, lambda url: print(f"serving on {url}", flush=True))
     finally:

@@ -32,7 +32,8 @@ from pilotage.service.logs import read_page, tail
 from pilotage.service.measures import JobCollector, RequestMeter
 from pilotage.service.openapi import document
 from pilotage.service.refusals import Refusal, error_response, exception_handlers, json_response
-from pilotage.service.tinker_front import TinkerFront, TinkerSizes
+from pilotage.service.tinker_front import TinkerFront
+from pilotage.service.tinker_models import TinkerSizes
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (

@@ -13,23 +13,21 @@ from pydantic import TypeAdapter
 
 from pilotage.service.core_routes import MAX_WAIT_S
 from pilotage.service.stock_routes import OperationBody, StepBody, StockLoadBody, StockSaveBody
-from pilotage.service.tinker_front import PREFIX as TINKER
-from pilotage.service.tinker_front import (
+from pilotage.service.tinker_bodies import (
     CreateModelBody,
     FutureBody,
     HeartbeatBody,
     ModelBody,
+    OptimStepBody,
     RestoreBody,
+    SampleBody,
     SamplingSessionBody,
+    SaveForSamplerBody,
+    SaveWeightsBody,
     SessionBody,
     WeightsBody,
 )
-from pilotage.service.tinker_routes import (
-    OptimStepBody,
-    SampleBody,
-    SaveForSamplerBody,
-    SaveWeightsBody,
-)
+from pilotage.service.tinker_front import PREFIX as TINKER
 from pilotage.types import AdamParams, ForwardBackwardResult, StepResult
 from pilotage.wire.core import (
     HTTP_STATUS,
@@ -131,6 +129,7 @@ _TINKER_ROUTES = (
     _Route(method="delete", path=f"{_RUN}/{{kind}}/{{name}}", summary="Delete a checkpoint", success=(204,)),
     _tinker("client/config", "Say how the SDK is to behave"),
     _tinker("client/dynamic_config", "Say the same, again and again"),
+    _tinker("sessions/{session_id}/finish", "End a session's jobs"),
     _tinker("create_session", "Open a session", SessionBody),
     _tinker("session_heartbeat", "Keep a session's jobs", HeartbeatBody),
     _tinker("create_model", "Make a model to train", CreateModelBody),

@@ -3,7 +3,7 @@
     model S:train:N      the job S.train.N, one trainer and one sampler (`TinkerSizes` says how large)
     weights by path, or a base model, to sample from: the job of these weights where its sampler has them, or
                          else a job S.sample.N of one sampler
-    sampling client      JOB:VERSION of the weights, or JOB:live
+    sampling client      JOB:GENERATION:NAME (`tinker_routes`)
     future               JOB:OPERATION, or JOB:created
 
 Names say where things are, so that nothing about a session is kept here and a front that was killed and
@@ -15,16 +15,13 @@ with that before it.
 """
 
 import asyncio
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -34,6 +31,28 @@ from pilotage.service.core_routes import SOURCE_HEADER
 from pilotage.service.forwarding import read_bounded
 from pilotage.service.jobs import Job, Jobs, Place
 from pilotage.service.refusals import Refusal, json_response
+from pilotage.service.tinker_bodies import (
+    CreateModelBody,
+    FutureBody,
+    HeartbeatBody,
+    ModelBody,
+    RestoreBody,
+    SamplingSessionBody,
+    SessionBody,
+    WeightsBody,
+)
+from pilotage.service.tinker_models import (
+    LEASE_S,
+    TinkerSizes,
+    adapter_asked,
+    adapter_info,
+    adapter_of,
+    context_tokens,
+    job_body,
+    job_id_of,
+    model_id_of,
+    model_of,
+)
 from pilotage.service.tinker_routes import LIVE, checkpoint_of
 from pilotage.wire.core import CheckpointRecord, ErrorCode
 from pilotage.wire.jobs import ACTIVE, CreateJobBody, JobStatus
@@ -41,16 +60,11 @@ from pilotage.wire.tinker import PROTOBUF, address_of
 
 PREFIX = "/api/v1"
 _KEY_PREFIX = "tml-"
-_SESSION = re.compile(r"[A-Za-z0-9-]{1,64}")
-_MODEL = re.compile(r"([A-Za-z0-9-]{1,64}):(train|sample):([0-9]{1,9})")
-_LEASE_S = 180.0
-"""The SDK sends a heartbeat every 10 s, and warns its user after two minutes without one."""
 _HOLD_S = 20.0
 """How long a request for a result is held; the SDK gives it 45 s."""
 _POLL_S = 0.1
 _CREATIONS = {"created": "create_model", "loaded": "load_weights"}
 """Futures of a model that comes to be, and the types of their results."""
-_MAX_CONTEXT_TOKENS = 32_768
 _CALLS = {
     "forward_backward": "forward_backward",
     "forward": "forward_backward",
@@ -59,98 +73,6 @@ _CALLS = {
     "save_weights_for_sampler": "save_weights_for_sampler",
 }
 """Calls of a model that its engine answers, and their names there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TinkerSizes:
-    """GPUs of a model's trainer and of a sampler; Tinker's callers cannot say."""
-
-    training: int = 1
-    sampling: int = 1
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    type: str | None = None
-
-
-class SessionBody(_Body):
-    """Opens a session."""
-
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-class HeartbeatBody(_Body):
-    """Keeps a session's jobs."""
-
-    session_id: str
-
-
-class _AdamChoice(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: str = Field(default="adamw", pattern="^adamw$")
-
-
-class CreateModelBody(_Body):
-    """Makes a model to train. `lora_config` asks for an adapter."""
-
-    session_id: str
-    model_seq_id: int = Field(ge=0, lt=10**9)
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
-    lora_config: dict[str, Any] | None = None
-    optimizer_config: _AdamChoice = _AdamChoice()
-
-
-class RestoreBody(_Body):
-    """Restores a checkpoint: in an open model (`model_id`), or in one that it makes (`session_id`)."""
-
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0, lt=10**9)
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    path: str
-    optimizer: bool
-    optimizer_config: _AdamChoice | None = None
-    weights_access_token: None = None
-
-
-class SamplingSessionBody(_Body):
-    """Makes a sampling client of saved weights, or of a base model."""
-
-    session_id: str
-    sampling_session_seq_id: int = Field(ge=0, lt=10**9)
-    base_model: str | None = None
-    model_path: str | None = None
-
-
-class ModelBody(_Body):
-    """Asks about a model."""
-
-    model_id: str
-
-
-class WeightsBody(_Body):
-    """Asks about saved weights."""
-
-    tinker_path: str
-    weights_access_token: None = None
-
-
-class FutureBody(_Body):
-    """Asks for the result of a request, or to cancel it."""
-
-    request_id: str
-    allow_metadata_only: bool = False
-    model_id: str | None = None
 
 
 class TinkerFront:
@@ -170,7 +92,7 @@ class TinkerFront:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        handlers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "client/config": self._config,
             "client/dynamic_config": self._dynamic_config,
             "create_session": self._create_session,
@@ -187,9 +109,9 @@ class TinkerFront:
         } | dict.fromkeys(_CALLS, self._call)
         return [
             *(Route(f"{PREFIX}/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
+            Route(f"{PREFIX}/sessions/{{session_id}}/finish", self._finish, methods=["POST"]),
             Route(f"{PREFIX}/healthz", self._health),
             Route(f"{PREFIX}/get_server_capabilities", self._capabilities),
-            Route(f"{PREFIX}/sessions/{{session_id}}/finish", self._finish, methods=["POST"]),
             Route(f"{PREFIX}/samplers/{{sampler_id}}", self._sampler),
             Route(f"{PREFIX}/training_runs/{{model_id}}/checkpoints", self._checkpoints),
             Route(
@@ -207,7 +129,7 @@ class TinkerFront:
         return Place(owner=owner, database="TINKER", schema="PUBLIC")
 
     def _model(self, request: Request, model_id: str) -> Job:
-        return self._jobs.get(self._place(request), _job_id(model_id))
+        return self._jobs.get(self._place(request), job_id_of(model_id))
 
     # --- sessions ---
 
@@ -232,7 +154,7 @@ class TinkerFront:
         models = [
             {
                 "model_name": name,
-                "max_context_length": _context_tokens(directory),
+                "max_context_length": context_tokens(directory),
                 "trainable": True,
                 "sampleable": True,
             }
@@ -253,25 +175,28 @@ class TinkerFront:
         place, body = self._place(request), await self._read(request, HeartbeatBody)
         for job in self._jobs.list(place):
             if job.id.startswith(f"{body.session_id}.") and job.status in ACTIVE:
-                self._jobs.renew(job, _LEASE_S)
+                self._jobs.renew(job, LEASE_S)
         return json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
-        """End a session: its jobs are cancelled now, and not when their leases have run out."""
+        """End a session's jobs: its caller says that it is done."""
         place, session_id = self._place(request), request.path_params["session_id"]
-        for job in self._jobs.list(place):
-            if job.id.startswith(f"{session_id}.") and job.status in ACTIVE:
-                await self._jobs.cancel(job)
-        return Response(status_code=204)
+        ending = [
+            job
+            for job in self._jobs.list(place)
+            if job.id.startswith(f"{session_id}.") and job.status in ACTIVE
+        ]
+        await asyncio.gather(*(self._jobs.cancel(job) for job in ending))
+        return json_response({})
 
     # --- models ---
 
     async def _create_model(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, CreateModelBody)
-        model_id = _model_id(body.session_id, "train", body.model_seq_id)
-        adapter = _adapter(body.lora_config) if self._jobs.trains_adapters and body.lora_config else None
-        self._ensure(place, model_id, self._job_body(body.base_model, adapter=adapter))
-        return json_response({"request_id": f"{_job_id(model_id)}:created", "model_id": model_id})
+        model_id = model_id_of(body.session_id, "train", body.model_seq_id)
+        adapter = adapter_asked(body.lora_config) if self._jobs.trains_adapters and body.lora_config else None
+        self._ensure(place, model_id, self._body(body.base_model, adapter=adapter))
+        return json_response({"request_id": f"{job_id_of(model_id)}:created", "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:
         job = self._model(request, (await self._read(request, ModelBody)).model_id)
@@ -281,16 +206,16 @@ class TinkerFront:
             {
                 "type": "get_info",
                 "model_data": {"arch": "transformer", "model_name": name, "tokenizer_id": tokenizer},
-                "model_id": _model_of(job),
+                "model_id": model_of(job),
                 "model_name": name,
-                **_adapter_info(job),
+                **adapter_info(job),
             }
         )
 
     async def _load_weights(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, RestoreBody)
         source_model, checkpoint_id = checkpoint_of(body.path)
-        source = self._jobs.get(place, _job_id(source_model))
+        source = self._jobs.get(place, job_id_of(source_model))
         self._jobs.checkpoints_of(source).get(checkpoint_id)
         if body.model_id is not None:
             job = self._model(request, body.model_id)
@@ -302,20 +227,20 @@ class TinkerFront:
             return json_response({"request_id": f"{job.id}:{operation}", "model_id": body.model_id})
         if body.session_id is None or body.model_seq_id is None:
             raise Refusal(ErrorCode.INVALID, "give model_id and seq_id, or session_id and model_seq_id")
-        model_id = _model_id(body.session_id, "train", body.model_seq_id)
+        model_id = model_id_of(body.session_id, "train", body.model_seq_id)
         name = body.base_model or source.body.sub_job_configs[0].model_name
         checkpoint = {"checkpoint_id": checkpoint_id, "source_job_id": source.id}
-        wanted = self._job_body(
-            name, adapter=_adapter_of(source), source=checkpoint, with_optimizer=body.optimizer
+        wanted = self._body(
+            name, adapter=adapter_of(source), source=checkpoint, with_optimizer=body.optimizer
         )
         self._ensure(place, model_id, wanted)
-        return json_response({"request_id": f"{_job_id(model_id)}:loaded", "model_id": model_id})
+        return json_response({"request_id": f"{job_id_of(model_id)}:loaded", "model_id": model_id})
 
     async def _weights_info(self, request: Request) -> Response:
         model_id, checkpoint_id = checkpoint_of((await self._read(request, WeightsBody)).tinker_path)
         job = self._model(request, model_id)
         self._jobs.checkpoints_of(job).get(checkpoint_id)
-        return json_response({"base_model": job.body.sub_job_configs[0].model_name, **_adapter_info(job)})
+        return json_response({"base_model": job.body.sub_job_configs[0].model_name, **adapter_info(job)})
 
     async def _checkpoints(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
@@ -341,7 +266,7 @@ class TinkerFront:
         else:
             content = await asyncio.to_thread(json_object, body)
             model_id, sequence = str(content.get("model_id")), content.get("seq_id")
-        job = self._jobs.get(place, _job_id(model_id))
+        job = self._jobs.get(place, job_id_of(model_id))
         operation = await self._sequenced(job, verb, sequence, body, {"content-type": kind})
         return json_response({"request_id": f"{job.id}:{operation}", "model_id": model_id})
 
@@ -360,35 +285,37 @@ class TinkerFront:
 
     async def _create_sampling_session(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, SamplingSessionBody)
-        model_id = _model_id(body.session_id, "sample", body.sampling_session_seq_id)
+        model_id = model_id_of(body.session_id, "sample", body.sampling_session_seq_id)
         if body.model_path is None:
             if body.base_model is None:
                 raise Refusal(ErrorCode.INVALID, "give model_path or base_model", path="base_model")
-            self._ensure(place, model_id, self._job_body(body.base_model, trains=False))
-            return _sampling_session(_job_id(model_id), LIVE)
+            self._ensure(place, model_id, self._body(body.base_model, trains=False))
+            return _sampling_session(f"{job_id_of(model_id)}:{LIVE}:0")
         source_model, checkpoint_id = checkpoint_of(body.model_path)
-        source = self._jobs.get(place, _job_id(source_model))
-        record = self._jobs.checkpoints_of(source).get(checkpoint_id)
+        source = self._jobs.get(place, job_id_of(source_model))
+        self._jobs.checkpoints_of(source).get(checkpoint_id)
         if source.status is JobStatus.RUNNING:
-            state = orjson.loads((await self._ask(source, "GET", "/core")).content)
-            if state["weights_version"] == record.weights_version and checkpoint_id.startswith("sampler-"):
-                return _sampling_session(source.id, str(record.weights_version))
+            reply = await self._ask(source, "GET", f"/tinker/generations/{checkpoint_id}")
+            generation = orjson.loads(reply.content)["generation"]
+            if generation is not None:
+                name = f"{body.session_id}-{body.sampling_session_seq_id}"
+                return _sampling_session(f"{source.id}:{generation}:{name}")
         checkpoint = {"checkpoint_id": checkpoint_id, "source_job_id": source.id}
         name = source.body.sub_job_configs[0].model_name
-        wanted = self._job_body(name, adapter=_adapter_of(source), source=checkpoint, trains=False)
+        wanted = self._body(name, adapter=adapter_of(source), source=checkpoint, trains=False)
         self._ensure(place, model_id, wanted)
-        return _sampling_session(_job_id(model_id), LIVE)
+        return _sampling_session(f"{job_id_of(model_id)}:{LIVE}:0")
 
     async def _sampler(self, request: Request) -> Response:
         sampler_id = request.path_params["sampler_id"]
-        job = self._jobs.get(self._place(request), sampler_id.rpartition(":")[0])
+        job = self._jobs.get(self._place(request), sampler_id.partition(":")[0])
         name = job.body.sub_job_configs[0].model_name
         return json_response({"sampler_id": sampler_id, "base_model": name})
 
     async def _sample(self, request: Request) -> Response:
         place, body = self._place(request), await read_bounded(request)
         session = str(json_object(body).get("sampling_session_id"))
-        job = self._jobs.get(place, session.rpartition(":")[0])
+        job = self._jobs.get(place, session.partition(":")[0])
         reply = orjson.loads((await self._ask(job, "POST", "/tinker/asample", content=body)).content)
         request_id = f"{job.id}:{reply['operation_id']}"
         sequence_ids = [f"{request_id}:{index}" for index in range(reply["num_samples"])]
@@ -430,7 +357,7 @@ class TinkerFront:
         if job.status is not JobStatus.RUNNING:
             error = f"the model's job is {job.status}: {job.reason or 'no reason given'}"
             return json_response({"error": error, "category": "server"})
-        return json_response({"type": kind, "model_id": _model_of(job)})
+        return json_response({"type": kind, "model_id": model_of(job)})
 
     async def _cancel(self, request: Request) -> Response:
         place = self._place(request)
@@ -445,46 +372,14 @@ class TinkerFront:
 
     def _ensure(self, place: Place, model_id: str, body: CreateJobBody) -> None:
         """Create the job of a name, unless there is one: a call that is repeated makes no second."""
-        job_id = _job_id(model_id)
+        job_id = job_id_of(model_id)
         try:
             self._jobs.get(place, job_id)
         except Refusal:
             self._jobs.create(place, body.model_copy(update={"job_id": job_id}))
 
-    def _job_body(
-        self,
-        name: str,
-        *,
-        adapter: Mapping[str, Any] | None = None,
-        source: Mapping[str, str] | None = None,
-        trains: bool = True,
-        with_optimizer: bool = True,
-    ) -> CreateJobBody:
-        models = self._jobs.models()
-        if name not in models:
-            known = ", ".join(models) or "none"
-            raise Refusal(
-                ErrorCode.NOT_FOUND, f"no model {name!r} here; there are {known}", path="base_model"
-            )
-        shared = {"max_seq_len": _context_tokens(models[name]), "peft_config": adapter}
-        training = {
-            "optimizer": {"lr": 0.0},
-            "train_batch_size": 1,
-            "n_gpus": self._sizes.training,
-            "load_optimizer_states": with_optimizer,
-        }
-        parts: list[dict[str, Any]] = [
-            {"job_type": "sampling", "inference_config": {"n_gpus": self._sizes.sampling} | shared}
-        ]
-        if trains:
-            parts.insert(0, {"job_type": "training", "training_config": training | shared})
-        same = {"model_name": name, "source_checkpoint_info": source}
-        content = {
-            "sub_job_configs": [part | same for part in parts],
-            "comment": "tinker",
-            "x-pilotage": {"lease_s": _LEASE_S},
-        }
-        return CreateJobBody.model_validate(content)
+    def _body(self, name: str, **options: Any) -> CreateJobBody:
+        return job_body(self._jobs.models(), self._sizes, name, **options)
 
     async def _ask(self, job: Job, method: str, path: str, **options: Any) -> httpx.Response:
         """Call a job's engine.
@@ -512,29 +407,8 @@ class TinkerFront:
         return reply
 
 
-def _model_id(session_id: str, kind: str, number: int) -> str:
-    if not _SESSION.fullmatch(session_id):
-        raise Refusal(ErrorCode.INVALID, "that is no session id", path="session_id")
-    return f"{session_id}:{kind}:{number}"
-
-
-def _job_id(model_id: str) -> str:
-    """Return the id of a model's job.
-
-    Raises:
-        Refusal: that is no model's id.
-    """
-    if not _MODEL.fullmatch(model_id):
-        raise Refusal(ErrorCode.NOT_FOUND, f"no model {model_id[:200]!r} here", path="model_id")
-    return model_id.replace(":", ".")
-
-
-def _model_of(job: Job) -> str:
-    return job.id.replace(".", ":")
-
-
-def _sampling_session(job_id: str, version: str) -> Response:
-    return json_response({"type": "create_sampling_session", "sampling_session_id": f"{job_id}:{version}"})
+def _sampling_session(session_id: str) -> Response:
+    return json_response({"type": "create_sampling_session", "sampling_session_id": session_id})
 
 
 def _try_again(request_id: str, state: str) -> Response:
@@ -551,32 +425,3 @@ def _checkpoint(model_id: str, record: CheckpointRecord) -> dict[str, Any]:
         "tinker_path": f"tinker://{model_id}/{name}",
         "size_bytes": record.size_bytes,
     }
-
-
-def _adapter(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the adapter that a lora_config asks for."""
-    rank = lora.get("rank")
-    if type(rank) is not int or not 1 <= rank <= 4096:
-        raise Refusal(ErrorCode.INVALID, "a rank is 1 to 4096", path="lora_config.rank")
-    if not (lora.get("train_mlp", True) and lora.get("train_attn", True)) or lora.get("seed") is not None:
-        raise Refusal(
-            ErrorCode.INVALID,
-            "adapters are put into all linear layers, from a seed of the server's",
-            path="lora_config",
-        )
-    return {"peft_type": "Lora", "target_modules": "all-linear", "r": rank, "lora_alpha": 32}
-
-
-def _adapter_of(job: Job) -> dict[str, Any] | None:
-    return None if job.body.adapter is None else job.body.adapter.model_dump(mode="json")
-
-
-def _adapter_info(job: Job) -> dict[str, Any]:
-    adapter = job.body.adapter
-    return {"is_lora": adapter is not None, "lora_rank": None if adapter is None else adapter.r}
-
-
-def _context_tokens(model_dir: Path) -> int:
-    """Return the longest context of a model's jobs: its own, within a bound."""
-    config = orjson.loads((model_dir / "config.json").read_bytes())
-    return min(int(config.get("max_position_embeddings", _MAX_CONTEXT_TOKENS)), _MAX_CONTEXT_TOKENS)

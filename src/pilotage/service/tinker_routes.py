@@ -4,20 +4,20 @@ The SDK numbers the calls of a model 1, 2, ... and repeats those whose reply it 
 our sequence numbers, so a call is executed once, in its place, whatever the network does. What it calls a
 future is an operation, and its result is fetched from the ledger.
 
-A sampling client belongs to a version of the weights. There is one sampler, which takes over new weights in
+A sampling client belongs to a generation: the weights of one publish, counted here, because a version of
+the engine's comes back when a checkpoint is loaded. There is one sampler, which takes over new weights in
 place; a client of older weights is told so, and never samples from newer ones. One that was made `inflight`
-follows the weights.
+follows the weights. A client's id is JOB:GENERATION:NAME; the name is its own, as each numbers its own calls.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,6 +28,14 @@ from pilotage.service.core_routes import SOURCE_HEADER, wait_of
 from pilotage.service.engine_host import EngineHost, json_reply
 from pilotage.service.operations import Reply
 from pilotage.service.refusals import Refusal, json_response
+from pilotage.service.tinker_bodies import (
+    LoadWeightsBody,
+    OptimStepBody,
+    SampleBody,
+    SamplingWishes,
+    SaveForSamplerBody,
+    SaveWeightsBody,
+)
 from pilotage.service.tinker_losses import LINEAR, ONE, as_samples, evaluate, require_known, scored
 from pilotage.service.tinker_stops import Stops, read_stops
 from pilotage.types import AdamParams, Completion, Logprobs, SamplingParams, TokenIds
@@ -46,97 +54,13 @@ from pilotage.wire.tinker import (
 )
 
 LIVE = "live"
-"""Version of sampling clients that follow the weights."""
-_MAX_SAMPLES = 1024
+"""Generation of sampling clients that follow the weights."""
 _FORMS = {
     "forward_backward": forward_backward_json,
     "forward": forward_backward_json,
     "asample": samples_json,
 }
 """Verbs whose results are stored as protobuf, and how they become JSON."""
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    type: str | None = None
-
-
-class _Adam(_Body):
-    learning_rate: float = Field(ge=0)
-    beta1: float = Field(ge=0, lt=1)
-    beta2: float = Field(ge=0, lt=1)
-    eps: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
-
-
-class OptimStepBody(_Body):
-    """Applies the accumulated gradient."""
-
-    model_id: str
-    seq_id: int = Field(ge=1)
-    adam_params: _Adam
-
-
-class SaveWeightsBody(_Body):
-    """Writes weights and optimizer."""
-
-    model_id: str
-    seq_id: int = Field(ge=1)
-    path: str | None = None
-    overwrite: bool = False
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
-
-
-class SaveForSamplerBody(_Body):
-    """Makes the sampler use the current weights, and writes them where they get a name."""
-
-    model_id: str
-    seq_id: int = Field(ge=1)
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
-
-
-class LoadWeightsBody(_Body):
-    """Restores a checkpoint in an open model."""
-
-    model_id: str
-    seq_id: int = Field(ge=1)
-    path: str
-    optimizer: bool
-
-
-class _Sampling(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=0)
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-
-class SampleBody(_Body):
-    """Samples; what cannot be honoured is taken at the value that asks for nothing."""
-
-    sampling_session_id: str
-    seq_id: int = Field(ge=0)
-    prompt: dict[str, Any]
-    sampling_params: _Sampling
-    num_samples: int = Field(default=1, ge=1, le=_MAX_SAMPLES)
-    prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Literal[0] = 0
-    prompt_alt_tokens_k: Literal[0] = 0
-    record_stability_info: Literal[False] | None = None
-    prompt_logprobs_last_n: None = None
-    target_prompt_logprobs: None = None
 
 
 class TinkerRoutes:
@@ -146,6 +70,9 @@ class TinkerRoutes:
         self._host = host
         self._published_steps: int | None = 0
         """`global_steps` of the weights that the sampler has; None after a load."""
+        self._generation = 0
+        self._generation_of: dict[str, int] = {}
+        """Checkpoint -> generation, of weights that were saved for the sampler."""
         self._verbs: dict[str, Callable[[bytes, Mapping[str, str]], Awaitable[Reply]]] = {
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
@@ -159,6 +86,7 @@ class TinkerRoutes:
         return [
             Route("/tinker/asample", self._run_sample, methods=["POST"]),
             Route("/tinker/cancel/{operation_id}", self._cancel, methods=["POST"]),
+            Route("/tinker/generations/{checkpoint_id}", self._current, methods=["GET"]),
             Route("/tinker/results/{operation_id}", self._result, methods=["GET"]),
             Route("/tinker/{verb}", self._run_sequenced, methods=["POST"]),
         ]
@@ -199,6 +127,11 @@ class TinkerRoutes:
             "asample", work, operation_id=name, body=body, is_sequenced=False, sequence=None
         )
         return json_response({"operation_id": operation.id, "num_samples": call.num_samples})
+
+    async def _current(self, request: Request) -> Response:
+        """Say whether the sampler has the weights of a checkpoint."""
+        generation = self._generation_of.get(request.path_params["checkpoint_id"])
+        return json_response({"generation": generation if generation == self._generation else None})
 
     async def _cancel(self, request: Request) -> Response:
         self._host.operations.cancel(request.path_params["operation_id"])
@@ -283,12 +216,15 @@ class TinkerRoutes:
 
     async def _save_for_sampler(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         call = parse(SaveForSamplerBody, body)
-        version = await self._publish()
+        await self._publish()
         if call.path is None:
-            session = f"{self._host.spec.job_id}:{LIVE if call.kind == 'inflight' else version}"
+            generation = LIVE if call.kind == "inflight" else self._generation
+            session = f"{self._host.spec.job_id}:{generation}:t{call.seq_id}"
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": session})
-        content = {"checkpoint_id": sampler_checkpoint(call.path), "weights_only": True}
+        checkpoint_id = sampler_checkpoint(call.path)
+        content = {"checkpoint_id": checkpoint_id, "weights_only": True}
         await self._host.save(parse(SaveBody, orjson.dumps(content)))
+        self._generation_of[checkpoint_id] = self._generation
         path = f"tinker://{call.model_id}/sampler_weights/{call.path}"
         return _json({"type": "save_weights_for_sampler", "path": path})
 
@@ -300,38 +236,35 @@ class TinkerRoutes:
         self._published_steps = None
         return _json({"type": "load_weights", "path": call.path, "model_id": call.model_id})
 
-    async def _publish(self) -> int:
-        """Give the sampler the trainer's weights, unless it has them; returns their version."""
-        if self._published_steps == self._host.global_steps:
-            return self._host.engine.weights_version
-        version = (await self._host.publish()).weights_version
-        self._published_steps = self._host.global_steps
-        return version
+    async def _publish(self) -> None:
+        """Give the sampler the trainer's weights, unless it has them."""
+        if self._published_steps != self._host.global_steps:
+            self._generation += 1  # before, so that nobody samples for the older one while they change
+            await self._host.publish()
+            self._published_steps = self._host.global_steps
 
     async def _sample(
         self, call: SampleBody, prompt: TokenIds, params: SamplingParams, stops: Stops
     ) -> bytes:
-        wanted = call.sampling_session_id.rpartition(":")[2]
-
         async def one(index: int) -> Completion:
-            self._require_version(wanted, self._host.engine.weights_version)
+            self._require_current(call.sampling_session_id)
             completion = await self._host.engine.sample(
                 prompt, params, session_id=call.sampling_session_id, turn_index=index
             )
-            for version in np.unique(completion.weights_versions):
-                self._require_version(wanted, int(version))
+            self._require_current(call.sampling_session_id)
             return await stops.cut(completion)
 
         completions = await _all([one(index) for index in range(call.num_samples)])
         prompt_logprobs = await self._prompt_logprobs(prompt) if call.prompt_logprobs else None
         return write_samples(completions, prompt_logprobs)
 
-    def _require_version(self, wanted: str, version: int) -> None:
-        if wanted not in (LIVE, str(version)):
+    def _require_current(self, session_id: str) -> None:
+        generation = session_id.split(":")[-2]
+        if generation not in (LIVE, str(self._generation)):
             raise InvalidBodyError(
                 "sampling_session_id",
-                f"this sampling client is of weights {wanted}, the sampler has {version}: take a new client"
-                " after every save_weights_for_sampler, or make it kind inflight",
+                "the weights of this sampling client were replaced: take a new client after every"
+                " save_weights_for_sampler, or make it kind inflight",
             )
 
     async def _prompt_logprobs(self, prompt: TokenIds) -> Logprobs:
@@ -354,7 +287,7 @@ class TinkerRoutes:
 
     # --- parts ---
 
-    def _sampling_params(self, wishes: _Sampling, prompt: TokenIds) -> SamplingParams:
+    def _sampling_params(self, wishes: SamplingWishes, prompt: TokenIds) -> SamplingParams:
         room = max(1, self._host.engine.max_context_tokens - prompt.size)
         try:
             return SamplingParams(

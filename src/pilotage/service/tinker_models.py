@@ -1,0 +1,129 @@
+"""Tinker's words for jobs: names of models, and the jobs that stand for them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from pilotage.service.jobs import Job
+from pilotage.service.refusals import Refusal
+from pilotage.wire.core import ErrorCode
+from pilotage.wire.jobs import CreateJobBody
+
+LEASE_S = 180.0
+"""The SDK sends a heartbeat every 10 s, and warns its user after two minutes without one."""
+_SESSION = re.compile(r"[A-Za-z0-9-]{1,64}")
+_MODEL = re.compile(r"([A-Za-z0-9-]{1,64}):(train|sample):([0-9]{1,9})")
+_MAX_CONTEXT_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinkerSizes:
+    """GPUs of a model's trainer and of a sampler; Tinker's callers cannot say."""
+
+    training: int = 1
+    sampling: int = 1
+
+
+def model_id_of(session_id: str, kind: str, number: int) -> str:
+    """Return the id of a session's model, as the SDK makes it too.
+
+    Raises:
+        Refusal: that is no session's id.
+    """
+    if not _SESSION.fullmatch(session_id):
+        raise Refusal(ErrorCode.INVALID, "that is no session id", path="session_id")
+    return f"{session_id}:{kind}:{number}"
+
+
+def job_id_of(model_id: str) -> str:
+    """Return the id of a model's job.
+
+    Raises:
+        Refusal: that is no model's id.
+    """
+    if not _MODEL.fullmatch(model_id):
+        raise Refusal(ErrorCode.NOT_FOUND, f"no model {model_id[:200]!r} here", path="model_id")
+    return model_id.replace(":", ".")
+
+
+def model_of(job: Job) -> str:
+    """Return the id of a job's model."""
+    return job.id.replace(".", ":")
+
+
+def job_body(
+    models: Mapping[str, Path],
+    sizes: TinkerSizes,
+    name: str,
+    *,
+    adapter: Mapping[str, Any] | None = None,
+    source: Mapping[str, str] | None = None,
+    trains: bool = True,
+    with_optimizer: bool = True,
+) -> CreateJobBody:
+    """Return the job of a model, or of a sampler alone.
+
+    Args:
+        models: name -> directory of those that there are.
+        source: checkpoint that it starts from.
+
+    Raises:
+        Refusal: there is no model of that name.
+    """
+    if name not in models:
+        known = ", ".join(models) or "none"
+        raise Refusal(ErrorCode.NOT_FOUND, f"no model {name!r} here; there are {known}", path="base_model")
+    shared = {"max_seq_len": context_tokens(models[name]), "peft_config": adapter}
+    training = {
+        "optimizer": {"lr": 0.0},
+        "train_batch_size": 1,
+        "n_gpus": sizes.training,
+        "load_optimizer_states": with_optimizer,
+    }
+    parts: list[dict[str, Any]] = [
+        {"job_type": "sampling", "inference_config": {"n_gpus": sizes.sampling} | shared}
+    ]
+    if trains:
+        parts.insert(0, {"job_type": "training", "training_config": training | shared})
+    same = {"model_name": name, "source_checkpoint_info": source}
+    content = {
+        "sub_job_configs": [part | same for part in parts],
+        "comment": "tinker",
+        "x-pilotage": {"lease_s": LEASE_S},
+    }
+    return CreateJobBody.model_validate(content)
+
+
+def adapter_asked(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the adapter that a lora_config asks for."""
+    rank = lora.get("rank")
+    if type(rank) is not int or not 1 <= rank <= 4096:
+        raise Refusal(ErrorCode.INVALID, "a rank is 1 to 4096", path="lora_config.rank")
+    if not (lora.get("train_mlp", True) and lora.get("train_attn", True)) or lora.get("seed") is not None:
+        raise Refusal(
+            ErrorCode.INVALID,
+            "adapters are put into all linear layers, from a seed of the server's",
+            path="lora_config",
+        )
+    return {"peft_type": "Lora", "target_modules": "all-linear", "r": rank, "lora_alpha": 32}
+
+
+def adapter_of(job: Job) -> dict[str, Any] | None:
+    """Return the adapter that a job trains, as a body gives it."""
+    return None if job.body.adapter is None else job.body.adapter.model_dump(mode="json")
+
+
+def adapter_info(job: Job) -> dict[str, Any]:
+    """Return what the wire says of the adapter that a job trains."""
+    adapter = job.body.adapter
+    return {"is_lora": adapter is not None, "lora_rank": None if adapter is None else adapter.r}
+
+
+def context_tokens(model_dir: Path) -> int:
+    """Return the longest context of a model's jobs: its own, within a bound."""
+    config = orjson.loads((model_dir / "config.json").read_bytes())
+    return min(int(config.get("max_position_embeddings", _MAX_CONTEXT_TOKENS)), _MAX_CONTEXT_TOKENS)
