@@ -19,9 +19,9 @@ class SkyRLSampler:
     """Implements `Sampler` on the client that SkyRL hands to a generator.
 
     Log-probs are those of the sampling temperature where vLLM is started with `processed_logprobs`, which
-    `SkyRLGenerator` demands. A completion bears the version under which it began: weights that arrive meanwhile
-    are newer than it says, never older. The version is also the salt of vLLM's prefix cache, so no completion
-    begins on keys and values of other weights.
+    `SkyRLGenerator` demands. A completion bears the version under which it began: weights that arrive
+    meanwhile are newer than it says, never older. The version is also the salt of vLLM's prefix cache, so no
+    completion begins on keys and values of other weights.
 
     Args:
         client: SkyRL's `RemoteInferenceClient`.
