@@ -15,7 +15,7 @@ from pilotage.integrations.skyrl import SkyRLGenerator
 from pilotage.types import Outcome
 
 PYTHON = os.environ.get("SKYRL_PYTHON")
-SOURCES = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.slow,
@@ -107,13 +107,55 @@ asyncio.run(main())
 """
 
 
+EXPERIMENT = """
+import asyncio, importlib.util, json, sys
+from pathlib import Path
+from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.generators.utils import prepare_generator_input
+from skyrl.train.utils.trainer_utils import validate_generator_output
+from pilotage.recipes import load_recipe
+
+given = json.load(sys.stdin)
+spec = importlib.util.spec_from_file_location("train", given["script"])
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+async def main():
+    cfg = SkyRLTrainConfig.from_cli_overrides([*script.NEEDED, "trainer.export_path=" + given["directory"]])
+    experiment = script.Experiment.__new__(script.Experiment)  # its own constructor wants GPUs
+    experiment.recipe = load_recipe(Path(given["recipe"]))
+    generator = experiment.get_generator(cfg, None, None)
+    row = {"prompt": [{"role": "user", "content": "x"}], "env_class": None, "uid": "7"}
+    row["env_extras"] = {"task_path": given["task"]}
+    params = get_sampling_params_for_backend("vllm", cfg.generator.sampling_params)
+    batch, uids = prepare_generator_input([row], 2, params, "harbor", "train", 1)
+    async with experiment.rollouts():
+        output = await generator.generate(batch)
+    validate_generator_output(2, output, step_wise=True)
+    ids = [identity.to_string() for identity in output["trajectory_ids"]]
+    print(json.dumps({"ids": ids, "rewards": output["rewards"], "stop_reasons": output["stop_reasons"]}))
+
+asyncio.run(main())
+"""
+
+RECIPE = """
+name = "skyrl"
+[policy]
+model = "{model}"
+[rollouts]
+agent = "oracle"
+workers = 0
+"""
+
+
 def run_there(program: str, given: object = None) -> dict[str, object]:
     """Run a program with SkyRL's Python; returns the object in its last line."""
     assert PYTHON is not None
     done = subprocess.run(
         [PYTHON, "-W", "ignore", "-c", program],
         input=json.dumps(given, default=dataclasses.asdict),
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
     )
@@ -177,3 +219,20 @@ def test_skyrls_client_sends_what_the_sampler_asks_and_brings_back_what_vllm_say
             },
         ]
     ]
+
+
+@pytest.mark.agents
+def test_the_script_runs_trials_for_what_skyrl_asks(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.format(model=ROOT / "recipes" / "demo" / "policy"))
+    given = {
+        "script": str(ROOT / "recipes" / "skyrl" / "train.py"),
+        "recipe": str(recipe),
+        "directory": str(tmp_path),
+        "task": str(write_task(tmp_path / "tasks").path),
+    }
+
+    found = run_there(EXPERIMENT, given)
+
+    # The oracle solves the task and samples nothing: its reward counts, and there is nothing to train.
+    assert found == {"ids": ["7_0", "7_1"], "rewards": [1.0, 1.0], "stop_reasons": ["completed"] * 2}
