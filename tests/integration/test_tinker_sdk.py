@@ -40,7 +40,7 @@ class Bench:
 
     def fresh(self) -> tinker.TrainingClient:
         """Return the model with its first weights and a new optimizer."""
-        self.model.load_state(self.start).result()
+        self.model.load_state(self.start).result()  # pyright: ignore[reportDeprecated]
         return self.model
 
 
@@ -76,16 +76,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
             service.wait(60)
 
 
+def made(ids: list[int], **inputs: Any) -> types.Datum:
+    """Return a datum; the SDK converts lists and arrays."""
+    given: Any = inputs
+    return types.Datum(model_input=types.ModelInput.from_ints(ids), loss_fn_inputs=given)
+
+
 def datum(seed: int, size: int = 12) -> types.Datum:
     rng = np.random.default_rng(seed)
     ids = rng.integers(3, 400, size + 1)
     counted = np.arange(size) >= size // 3
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(ids[:-1].tolist()),
-        loss_fn_inputs={
-            "target_tokens": np.where(counted, ids[1:], 0),
-            "weights": np.where(counted, 1.0, 0.0),
-        },
+    return made(
+        ids[:-1].tolist(), target_tokens=np.where(counted, ids[1:], 0), weights=np.where(counted, 1.0, 0.0)
     )
 
 
@@ -94,13 +96,11 @@ def policy_datum(seed: int, logprobs: list[float]) -> types.Datum:
     base = datum(seed)
     weights = np.array(base.loss_fn_inputs["weights"].data)
     rng = np.random.default_rng(seed)
-    return types.Datum(
-        model_input=base.model_input,
-        loss_fn_inputs={
-            "target_tokens": base.loss_fn_inputs["target_tokens"],
-            "logprobs": weights * (np.array(logprobs) + rng.normal(0, 0.2, weights.size)),
-            "advantages": weights * rng.normal(size=weights.size),
-        },
+    return made(
+        base.model_input.to_ints(),
+        target_tokens=base.loss_fn_inputs["target_tokens"],
+        logprobs=weights * (np.array(logprobs) + rng.normal(0, 0.2, weights.size)),
+        advantages=weights * rng.normal(size=weights.size),
     )
 
 
@@ -161,10 +161,10 @@ def test_samples_are_seeded_scored_and_stopped_as_asked(bench: Bench) -> None:
     assert first.prompt_logprobs[0] is None
     for sequence in first.sequences:
         whole = prompt.to_ints() + sequence.tokens
-        targets = {"target_tokens": whole[1:], "weights": [0.0] * (len(whole) - 1)}
-        scored = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=targets)
+        scored = made(whole[:-1], target_tokens=whole[1:], weights=[0.0] * (len(whole) - 1))
         (under_trainer,) = scores(model, scored)
-        np.testing.assert_allclose(under_trainer[: prompt.length - 1], first.prompt_logprobs[1:], atol=1e-4)
+        of_prompt = np.array(first.prompt_logprobs[1:], float)
+        np.testing.assert_allclose(under_trainer[: prompt.length - 1], of_prompt, atol=1e-4)
         assert sequence.logprobs is not None
         np.testing.assert_allclose(under_trainer[prompt.length - 1 :], sequence.logprobs, atol=1e-3)
     stop = first.sequences[0].tokens[2]
@@ -205,11 +205,11 @@ def test_a_checkpoint_restores_weights_and_optimizer_or_weights_alone(bench: Ben
         return scores(trained, *data)[0]
 
     def with_optimizer() -> tinker.TrainingClient:
-        model.load_state_with_optimizer(path).result()
+        model.load_state_with_optimizer(path).result()  # pyright: ignore[reportDeprecated]
         return model
 
     def without() -> tinker.TrainingClient:
-        model.load_state(path).result()
+        model.load_state(path).result()  # pyright: ignore[reportDeprecated]
         return model
 
     went_on = next_scores(lambda: model)
@@ -269,12 +269,12 @@ def test_a_named_loss_trains_as_the_same_loss_written_by_the_caller(bench: Bench
         return -torch.cat(terms).sum(), {}
 
     ends: list[Any] = []
-    for call in (
-        lambda m: m.forward_backward(data, loss_fn),
-        lambda m: m.forward_backward_custom(data, custom),
-    ):
+    for is_named in (True, False):
         model = bench.fresh()
-        loss = call(model).result().metrics["loss:sum"]
+        asked = (
+            model.forward_backward(data, loss_fn) if is_named else model.forward_backward_custom(data, custom)
+        )
+        loss = asked.result().metrics["loss:sum"]
         norm = model.optim_step(ADAM).result().metrics
         assert norm is not None
         ends.append([loss, norm["grad_norm"], *np.concatenate(scores(model, datum(0), datum(1)))])
@@ -283,10 +283,7 @@ def test_a_named_loss_trains_as_the_same_loss_written_by_the_caller(bench: Bench
 
 def test_a_call_that_is_refused_holds_up_none_behind_it(bench: Bench) -> None:
     model = bench.fresh()
-    wrong = types.Datum(
-        model_input=types.ModelInput.from_ints([5, 6, 7]),
-        loss_fn_inputs={"target_tokens": [6, 99, 8], "weights": [1.0, 1.0, 1.0]},
-    )
+    wrong = made([5, 6, 7], target_tokens=[6, 99, 8], weights=[1.0, 1.0, 1.0])
     refused = model.forward_backward([wrong], "cross_entropy")
     unknown = model.forward_backward([datum(0)], "stable_reinforce")
     good = model.forward_backward([datum(0)], "cross_entropy")
@@ -331,6 +328,7 @@ def test_results_come_as_json_to_clients_that_do_not_read_protobuf(bench: Bench)
         },
     ).json()
     deadline = time.monotonic() + 60
+    reply: dict[str, Any] = {"type": "try_again"}
     while time.monotonic() < deadline:
         body = {"request_id": asked["request_id"]}
         reply = httpx.post(

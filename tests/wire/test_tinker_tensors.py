@@ -31,7 +31,7 @@ def datums(draw: st.DrawFn) -> sdk.Datum:
     ids = draw(st.lists(IDS, min_size=1, max_size=12))
     size = len(ids)
     cut = draw(st.integers(0, size))
-    chunks = [sdk.EncodedTextChunk(tokens=part) for part in (ids[:cut], ids[cut:])]
+    chunks: list[Any] = [sdk.EncodedTextChunk(tokens=part) for part in (ids[:cut], ids[cut:])]
     inputs: dict[str, Any] = {
         "target_tokens": draw(st.lists(IDS, min_size=size, max_size=size)),
         "weights": draw(st.lists(FLOATS, min_size=size, max_size=size)),
@@ -39,11 +39,9 @@ def datums(draw: st.DrawFn) -> sdk.Datum:
     return sdk.Datum(model_input=sdk.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
-def encoded(data: list[sdk.Datum], **changes: Any) -> bytes:
-    given = {"data": data, "loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 0.5}} | changes
-    request = sdk.ForwardBackwardRequest(
-        forward_backward_input=sdk.ForwardBackwardInput(**given), model_id="s:train:0", seq_id=7
-    )
+def encoded(data: list[sdk.Datum]) -> bytes:
+    given = sdk.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.5})
+    request = sdk.ForwardBackwardRequest(forward_backward_input=given, model_id="s:train:0", seq_id=7)
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
@@ -82,16 +80,15 @@ def test_what_the_sdk_encodes_is_read_as_it_was_in_both_forms(data: list[sdk.Dat
         for ours, theirs in zip(call.data, data, strict=True):
             assert ours.input_ids.tolist() == theirs.model_input.to_ints()
             assert ours.targets.tolist() == list(theirs.loss_fn_inputs["target_tokens"].data)
-            np.testing.assert_array_equal(
-                ours.inputs["weights"], np.float32(theirs.loss_fn_inputs["weights"].data)
-            )
+            weights = np.asarray(theirs.loss_fn_inputs["weights"].data, np.float32)
+            np.testing.assert_array_equal(ours.inputs["weights"], weights)
 
 
 @given(st.lists(st.lists(FLOATS, max_size=5), max_size=4), st.dictionaries(st.text(), st.floats(-9, 9)))
 def test_what_is_written_is_what_the_sdk_decodes_and_what_json_says(
     rows: list[list[float]], metrics: dict[str, float]
 ) -> None:
-    content = write_forward_backward([np.float32(row) for row in rows], metrics)
+    content = write_forward_backward([np.asarray(row, np.float32) for row in rows], metrics)
     decoded = deserialize_forward_backward_output(content)
     assert decoded.metrics == metrics
     assert [list(output["logprobs"].data) for output in decoded.loss_fn_outputs] == rows
@@ -123,8 +120,13 @@ def test_samples_are_decoded_with_their_log_probs_and_stop_reasons() -> None:
     assert samples_json(write_samples(completions, None))["prompt_logprobs"] is None
 
 
-def datum(**inputs: Any) -> sdk.Datum:
-    return sdk.Datum(model_input=sdk.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
+def inputs(**values: Any) -> Any:
+    """Return what the SDK converts to its tensors."""
+    return values
+
+
+def datum(**values: Any) -> sdk.Datum:
+    return sdk.Datum(model_input=sdk.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs(**values))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def datum(**inputs: Any) -> sdk.Datum:
                 [
                     sdk.Datum(
                         model_input=sdk.ModelInput(chunks=[sdk.ImageChunk(data=b"x", format="png")]),
-                        loss_fn_inputs={"target_tokens": [1]},
+                        loss_fn_inputs=inputs(target_tokens=[1]),
                     )
                 ]
             ),

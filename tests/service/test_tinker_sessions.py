@@ -29,9 +29,9 @@ async def result(service: Rig, request_id: str) -> Any:
                 return reply
 
 
-async def open_model(service: Rig, number: int = 0, session: str | None = None) -> tuple[str, str]:
+async def open_model(service: Rig, number: int = 0, session: str = "") -> tuple[str, str]:
     """Create a model; returns its session and id."""
-    if session is None:
+    if not session:
         session = (await ask(service, "create_session", tags=[], sdk_version="0.38"))["session_id"]
     asked = await ask(service, "create_model", session_id=session, model_seq_id=number, base_model="policy")
     made = await result(service, asked["request_id"])
@@ -41,10 +41,8 @@ async def open_model(service: Rig, number: int = 0, session: str | None = None) 
 
 def gradient(model_id: str, sequence: int) -> bytes:
     ids = [5, 6, 7, 8]
-    datum = sdk.Datum(
-        model_input=sdk.ModelInput.from_ints(ids[:-1]),
-        loss_fn_inputs={"target_tokens": ids[1:], "weights": np.ones(3, np.float32)},
-    )
+    inputs: Any = {"target_tokens": ids[1:], "weights": np.ones(3, np.float32)}
+    datum = sdk.Datum(model_input=sdk.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
     given = sdk.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
     request = sdk.ForwardBackwardRequest(forward_backward_input=given, model_id=model_id, seq_id=sequence)
     return forward_backward_request_to_proto(request).SerializeToString()
@@ -80,7 +78,7 @@ async def test_a_sessions_jobs_live_by_its_heartbeats_and_end_when_it_is_finishe
 async def test_calls_that_are_repeated_or_come_out_of_order_run_once_in_their_order(tmp_path: Path) -> None:
     async with rig(tmp_path) as service:
         _, model = await open_model(service)
-        step = {"model_id": model, "seq_id": 3, "adam_params": ADAM}
+        step: dict[str, Any] = {"model_id": model, "seq_id": 3, "adam_params": ADAM}
         late = await ask(service, "optim_step", **step)
         second = await post_gradient(service, model, 2)
         first = await post_gradient(service, model, 1)
@@ -108,7 +106,7 @@ async def test_a_front_that_was_killed_knows_models_results_and_sampling_clients
     async with rig(tmp_path) as service:
         assert await result(service, asked["request_id"]) == before
         client = (await result(service, saved["request_id"]))["sampling_session_id"]
-        sample = {
+        sample: dict[str, Any] = {
             "sampling_session_id": client,
             "seq_id": 0,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
