@@ -238,7 +238,7 @@ class CoreEngine:
         record = await self._train("save", body.model_dump_json().encode(), _record)
         RemoteCheckpoint(job_id=self._job_id, record=record).write(directory)
 
-    async def load(self, directory: Path) -> None:
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Restore the checkpoint that `save` named in `directory`, also one of another job.
 
         Raises:
@@ -247,7 +247,9 @@ class CoreEngine:
         """
         wanted = RemoteCheckpoint.read(directory)
         source = None if wanted.job_id == self._job_id else wanted.job_id
-        body = LoadBody(checkpoint_id=wanted.record.checkpoint_id, source_job_id=source)
+        body = LoadBody(
+            checkpoint_id=wanted.record.checkpoint_id, source_job_id=source, weights_only=weights_only
+        )
         loaded = await self._train("load", body.model_dump_json(exclude_none=True).encode(), _record)
         self._may_hold_part = False  # a load drops gradients
         if loaded.sha256 != wanted.record.sha256:

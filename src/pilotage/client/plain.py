@@ -313,8 +313,14 @@ class PlainEngine:
             sha256=str(result.get("sha256", "")),
         )
 
-    async def load(self, directory: Path) -> None:
-        """Restore the checkpoint that `save` named in `directory`, also one of another job."""
+    async def load(self, directory: Path, *, weights_only: bool = False) -> None:
+        """Restore the checkpoint that `save` named in `directory`, also one of another job.
+
+        Raises:
+            TrainerError: `weights_only`, which the stock wire cannot say.
+        """
+        if weights_only:
+            raise TrainerError("the stock wire always loads the optimizer; save with weights_only instead")
         wanted = RemoteCheckpoint.read(directory)
         body = {"checkpoint_id": wanted.record.checkpoint_id}
         if wanted.job_id != self._job_id:
