@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / ".cache" / "tokenizers" / "qwen3"
 TEMPLATE = ROOT / ".cache" / "tokenizers" / "templates" / "qwen3.jinja"
-BASE, TAUGHT = "Qwen/Qwen3-8B", "Qwen/Qwen3-4B"
+BASE, TAUGHT = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
 """Names that the recipes know; the weights are ours."""
 SHOWN = {
     "sl_loop": ("train_mean_nll", "train_mean_bpb", "time_total"),
@@ -36,7 +36,7 @@ CONFIGS = (
 
 
 def write_model(directory: Path) -> None:
-    """Write a random model of 1 layer with the official tokenizer."""
+    """Write a random model of two layers with the official tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -44,7 +44,7 @@ def write_model(directory: Path) -> None:
     tokens = json.loads((TOKENIZER / "tokenizer.json").read_bytes())["added_tokens"]
     end = next(token["id"] for token in tokens if token["content"] == "<|im_end|>")
     config = Qwen3Config(
-        vocab_size=151_936, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=151_936, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
         eos_token_id=end,
     )  # fmt: skip
@@ -57,15 +57,18 @@ def write_model(directory: Path) -> None:
 def write_datasets(directory: Path) -> None:
     """Write conversations that answer with any digit, and questions whose answer is 3."""
     chance = random.Random(0)
-    talks = [
-        {
-            "messages": [
-                {"role": "user", "content": f"How many is {chance.choice('abc')}?"},
-                {"role": "assistant", "content": f"\\boxed{{{chance.randint(2, 5)}}}"},
-            ]
-        }
-        for _ in range(1600)
-    ]
+
+    def asked() -> dict[str, str]:
+        # Of many lengths, because the recipe for RL puts more words around a question.
+        words = " ".join(
+            chance.choices("one two many of an it and or in a so".split(), k=chance.randint(0, 60))
+        )
+        return {"role": "user", "content": f"{words} How many is {chance.choice('abc')}?".strip()}
+
+    def answered() -> dict[str, str]:
+        return {"role": "assistant", "content": f"\\boxed{{{chance.randint(2, 5)}}}"}
+
+    talks = [{"messages": [asked(), answered(), asked(), answered()]} for _ in range(1600)]
     questions = [
         {"question": f"How many is {chance.choice('abc')}?", "answer": "It is three.\n#### 3"}
         for _ in range(800)
@@ -118,8 +121,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("python", help="of an environment with tinker-cookbook")
-    parser.add_argument("--sl-steps", type=int, default=40)
-    parser.add_argument("--rl-steps", type=int, default=20)
+    parser.add_argument("--sl-steps", type=int, default=60)
+    parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
     if not TOKENIZER.is_dir():
         sys.exit("no tokenizer yet; run `python scripts/fetch_test_tokenizers.py` first")
@@ -140,15 +143,15 @@ def main() -> None:
             steps = f"max_steps={arguments.sl_steps}"
             taught = run_recipe(
                 arguments.python, work, url, "sl_loop",
-                f"model_name={BASE}", "batch_size=32", "max_length=64", "learning_rate=0.01", steps,
+                f"model_name={BASE}", "batch_size=16", "max_length=192", "learning_rate=0.01", steps,
             )  # fmt: skip
             shutil.copytree(saved_model(taught, work / "service"), work / TAUGHT)
             for path in (work / BASE).glob("*token*"):
                 shutil.copy(path, work / TAUGHT)
             run_recipe(
                 arguments.python, work, url, "rl_loop",
-                f"model_name={TAUGHT}", "batch_size=8", "group_size=8", "learning_rate=0.003", "max_tokens=16",
-                "loss_fn=importance_sampling", f"max_steps={arguments.rl_steps}",
+                f"model_name={TAUGHT}", "batch_size=8", "group_size=8", "learning_rate=0.003",
+                "max_tokens=16", "loss_fn=importance_sampling", f"max_steps={arguments.rl_steps}",
             )  # fmt: skip
         finally:
             service.terminate()

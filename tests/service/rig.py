@@ -136,13 +136,14 @@ async def rig(
         (models / "policy").mkdir(parents=True)
         (models / "policy" / "config.json").write_text("{}")
     store = Store(directory / "service.db")
+    given: dict[str, Any] = {} if clock is None else {"clock": clock}
     jobs = Jobs(
         store,
         directory=directory / "jobs",
         models=models,
         capacity={"H200": capacity},
         engine_command=command,
-        **({} if clock is None else {"clock": clock}),
+        **given,
     )
     service = Service(jobs, TokenBook(store) if with_auth else None)
     await jobs.restore()

@@ -8,7 +8,6 @@ Importing this module imports the SDK; `tinker_sdk.check_sdk` says whether that 
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -58,8 +57,6 @@ from pilotage.types import (
     StepResult,
     TokenIds,
 )
-
-_log = logging.getLogger(__name__)
 
 _SUM_TOLERANCE = 1e-3
 """Relative: a server adds up in float32, or less."""
@@ -389,8 +386,11 @@ class TinkerEngine:
                 rows, total = await self._scored(training, samples, wire)
             expected = wire_loss_value(wire, rows)
             if total is None:
-                _log.warning("the server does not tell its loss: that it sums over tokens is taken on trust")
-            elif not math.isclose(total, expected, rel_tol=_SUM_TOLERANCE, abs_tol=_SUM_TOLERANCE):
+                raise RequestFailedError(
+                    f"{self._connection.base_url} does not tell its loss (metric loss:sum), so nobody can say"
+                    " whether it sums weighted tokens as the Tinker API does; use another server"
+                )
+            if not math.isclose(total, expected, rel_tol=_SUM_TOLERANCE, abs_tol=_SUM_TOLERANCE):
                 raise RequestFailedError(
                     f"{self._connection.base_url} makes {total:g} of a loss {wire.name} that is {expected:g}:"
                     " it does not sum weighted tokens as the Tinker API does; use another server"
