@@ -26,6 +26,7 @@ TOKENIZER = ROOT / ".cache" / "tokenizers" / "qwen3"
 TEMPLATE = ROOT / ".cache" / "tokenizers" / "templates" / "qwen3.jinja"
 BASE, TAUGHT = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
 """Names that the recipes know; the weights are ours."""
+FILLERS = ("one", "two", "many", "of", "an", "it", "and", "or", "in", "a", "so")
 SHOWN = {
     "sl_loop": ("train_mean_nll", "train_mean_bpb", "time_total"),
     "rl_loop": ("reward/total", "time/total"),
@@ -60,9 +61,7 @@ def write_datasets(directory: Path) -> None:
 
     def asked() -> dict[str, str]:
         # Of many lengths, because the recipe for RL puts more words around a question.
-        words = " ".join(
-            chance.choices("one two many of an it and or in a so".split(), k=chance.randint(0, 60))
-        )
+        words = " ".join(chance.choices(FILLERS, k=chance.randint(0, 60)))
         return {"role": "user", "content": f"{words} How many is {chance.choice('abc')}?".strip()}
 
     def answered() -> dict[str, str]:
