@@ -100,6 +100,14 @@ async def test_the_system_cannot_be_written_even_by_its_root(box: Box) -> None:
     assert (await box.run("unshare -Ur mount -o remount,rw /usr")).exit_code != 0
 
 
+async def test_what_programs_need_to_start_cannot_be_removed_or_replaced(box: Box) -> None:
+    for path in ("/bin", "/sbin", "/lib", "/lib64", "/usr", "/dev", "/proc", "/etc/passwd"):
+        await box.run(f"rm -rf {path} {path}/*; mv {path} /gone; ln -sfn /nowhere {path}")
+    await box.run("rm -f /dev/null /dev/fd; touch /dev/null /dev/fd; rm -rf /* 2>&1")
+    script = "bash -c 'cat <(echo whole) 2>/dev/null' && python3 -c 'import multiprocessing as m; m.Lock()'"
+    assert await box.out(f"/bin/sh -c true && {script}") == "whole"
+
+
 async def test_there_is_no_network(box: Box) -> None:
     code = "import socket; print([name for _, name in socket.if_nameindex()])"
     assert await box.out(f'python3 -c "{code}"') == "['lo']"
@@ -111,7 +119,8 @@ async def test_only_its_own_processes_show(box: Box) -> None:
 
 async def test_installed_packages_are_hidden(box: Box) -> None:
     # A second copy of a task's package would give its bug away.
-    listing = await box.out("find / -xdev -name site-packages -exec ls -A {} + 2>/dev/null; true")
+    named = r"\( -name site-packages -o -name dist-packages \)"
+    listing = await box.out(f"find / -path /proc -prune -o {named} -exec ls -A {{}} \\; 2>/dev/null; true")
     assert listing == ""
     assert sys.base_prefix in await box.out("python3 -c 'import sys; print(sys.base_prefix)'")
 

@@ -152,6 +152,14 @@ def _namespace_arguments(*, has_network: bool) -> list[str]:
 
 
 @cache
+def _system_directories() -> dict[str, str]:
+    """Return directory -> what is mounted there. Where this machine has a link into /usr, that is mounted
+    once more: a link could be removed by a policy, and then no verifier would run.
+    """
+    return {path: str(Path(path).resolve()) for path in _SYSTEM_DIRECTORIES if Path(path).is_dir()}
+
+
+@cache
 def _interpreter_arguments() -> tuple[str, ...]:
     """Bind the Python installation, and hide every directory of this machine that holds published packages.
 
@@ -163,7 +171,13 @@ def _interpreter_arguments() -> tuple[str, ...]:
         arguments += ["--ro-bind", str(prefix), str(prefix)]
     roots = {prefix, prefix / "lib", *map(Path, _PROGRAM_ROOTS)}
     for packages in package_directories(roots):
-        arguments += ["--tmpfs", packages, "--remount-ro", packages]
+        again = [
+            directory + packages.removeprefix(source)
+            for directory, source in _system_directories().items()
+            if Path(packages).is_relative_to(source)
+        ]
+        for path in dict.fromkeys([packages, *again]):
+            arguments += ["--tmpfs", path, "--remount-ro", path]
     return tuple(arguments)
 
 
@@ -219,22 +233,16 @@ def holder_arguments(
     shown: Mapping[str, str],
 ) -> list[str]:
     """Return the arguments of bubblewrap, without the descriptor for its report and the command."""
-    arguments = _namespace_arguments(has_network=has_network)
-    if _can_size_tmpfs():
-        arguments += ["--size", str(limits.storage_mb * 2**20)]
-    arguments += ["--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
-    for directory in _SYSTEM_DIRECTORIES:
-        path = Path(directory)
-        if path.is_symlink():
-            arguments += ["--symlink", str(path.readlink()), directory]
-        elif path.is_dir():
-            arguments += ["--ro-bind", directory, directory]
+    sized = ["--size", str(limits.storage_mb * 2**20)] if _can_size_tmpfs() else []
+    arguments = [*_namespace_arguments(has_network=has_network), *sized, "--tmpfs", "/"]
+    for directory, source in {"/usr": "/usr", **_system_directories()}.items():
+        arguments += ["--ro-bind", source, directory]
     arguments += _interpreter_arguments()
     for name in _ETC:
         arguments += ["--ro-bind", str(etc / name), f"/etc/{name}"]
     for path_text in _HOST_FILES + (_NETWORK_FILES if has_network else ()):
         arguments += ["--ro-bind-try", path_text, path_text]
-    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", *sized, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for directory in directories:
         arguments += ["--dir", directory]
     for inside, here in shown.items():
