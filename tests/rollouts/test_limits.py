@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, write_task
+from tests.fakes import ScriptedSampler, WordRenderer
+from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, script_of, write_task
 from tests.rollouts.slow_environment import BUILD_S, SlowEnvironment
 
 from pilotage.interfaces import SessionHost
+from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.rollouts.limits import PoolSlots, StartLimit, TrialLimits
 from pilotage.rollouts.report import TrialPhase
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
@@ -141,15 +143,25 @@ async def test_a_trial_that_waits_for_a_slot_has_all_its_time_left(task: Task, t
 @pytest.mark.slow
 async def test_slots_of_trials_whose_worker_died_come_back(task: Task, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, TrialLimits(agent_slots=1), workers=1)
-    kill: Turn = ("terminal", {"command": "touch /logs/agent/at-work; sleep 60"})
-    async with policy(kill) as proxy, HarborRunner(sessions=proxy, settings=settings) as runner:
+    stay: Turn = ("terminal", {"command": "sleep 60"})
+    renderer = WordRenderer()
+    sampler = ScriptedSampler(script=script_of(renderer, [stay]))
+    proxy = ChatCompletionsProxy(sampler, renderer)
+    async with serve(proxy), HarborRunner(sessions=proxy, settings=settings) as runner:
         lost = asyncio.create_task(runner.run(request_for(task, "lost")))
-        await file_of(settings, "lost-0-*/agent/at-work")
+        await asked(sampler, 1)
         (worker,) = children()
         os.kill(worker, signal.SIGKILL)
-        await file_of(settings, "lost-1-*/agent/at-work")  # the second attempt got the only slot
+        await asked(sampler, 2)  # the second attempt got the only slot
         lost.cancel()
         await asyncio.gather(lost, return_exceptions=True)
+
+
+async def asked(sampler: ScriptedSampler, count: int) -> None:
+    """Wait until a policy was asked so often; an agent that asks has its slot."""
+    async with asyncio.timeout(120):
+        while sampler.num_started < count:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.02)
 
 
 def children() -> list[int]:
