@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +133,11 @@ def test_source_files_and_functions_stay_within_their_budgets() -> None:
                 if node.end_lineno - node.lineno >= 60:
                     too_long.append(f"{path.relative_to(ROOT)}:{node.name}")
     assert too_long == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []  # pytest would take one for the other
 
 
 def test_every_package_says_what_it_is() -> None:

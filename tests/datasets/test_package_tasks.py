@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -48,7 +50,9 @@ def score(task: Path, scratch: Path, *, with_solution: bool) -> dict[str, float]
     for name in names:
         script = (task / name).read_text()
         script = script.replace("/logs/", f"{logs}/").replace("/tests/", f"{task / 'tests'}/")
-        done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True)
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the sandbox has this Python first, too
+        environment = os.environ | {"PATH": path}
+        done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
     return json.loads((logs / "verifier" / "reward.json").read_text())
 

@@ -49,6 +49,8 @@ NOT_RUN = {
     r"pilotage view( +#.*)?$|tensorboard|curl": "serves until it is told to stop, or asks who does",
     r"(OTEL_\S+ )?pilotage train recipes/demo.toml": "trains as the first command of README.md does",
     r"pilotage (launch|status|attach|stop|resume)": "is done by the tests of launched runs",
+    r"export TINKER_API_KEY|TINKER_API_KEY=": "needs a server of the Tinker API",
+    r"python recipes/skyrl|python -m venv skyrl|JAX_PLATFORMS": "needs SkyRL, in an environment of its own",
     r"pilotage warmstart|python scripts/chaos.py": "takes minutes",
 }
 
