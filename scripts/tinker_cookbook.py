@@ -24,9 +24,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / ".cache" / "tokenizers" / "qwen3"
 TEMPLATE = ROOT / ".cache" / "tokenizers" / "templates" / "qwen3.jinja"
-BASE, TAUGHT = "Qwen/Qwen3-8B", "Qwen/Qwen3-32B"
+BASE, TAUGHT = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507"
 """Names that the recipes know; the weights are ours."""
-FILLERS = ("one", "two", "many", "of", "an", "it", "and", "or", "in", "a", "so")
+READ_RECIPE = """
+import ast, inspect, json
+from tinker_cookbook.recipes import rl_loop
+found = {}
+for node in ast.walk(ast.parse(inspect.getsource(rl_loop))):
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("convo_prefix", "question_suffix"):
+        exec(ast.unparse(node), found)
+print(json.dumps({name: found[name] for name in ("convo_prefix", "question_suffix")}))
+"""
 SHOWN = {
     "sl_loop": ("train_mean_nll", "train_mean_bpb", "time_total"),
     "rl_loop": ("reward/total", "time/total"),
@@ -55,23 +63,28 @@ def write_model(directory: Path) -> None:
     shutil.copy(TEMPLATE, directory / "chat_template.jinja")
 
 
-def write_datasets(directory: Path) -> None:
+def surroundings(python: str) -> tuple[list[dict[str, str]], str]:
+    """Return what `rl_loop` puts before a question and behind it, read from the installed recipe."""
+    printed = subprocess.run([python, "-c", READ_RECIPE], capture_output=True, text=True, check=True).stdout
+    found = json.loads(printed)
+    return found["convo_prefix"], found["question_suffix"]
+
+
+def write_datasets(directory: Path, before: list[dict[str, str]], behind: str) -> None:
     """Write conversations that answer with any digit, and questions whose answer is 3."""
     chance = random.Random(0)
 
-    def asked() -> dict[str, str]:
-        # Of many lengths, because the recipe for RL puts more words around a question.
-        words = " ".join(chance.choices(FILLERS, k=chance.randint(0, 60)))
-        return {"role": "user", "content": f"{words} How many is {chance.choice('abc')}?".strip()}
+    def question() -> str:
+        return f"How many is {chance.choice('abc')}?"
 
-    def answered() -> dict[str, str]:
+    def answer() -> dict[str, str]:
         return {"role": "assistant", "content": f"\\boxed{{{chance.randint(2, 5)}}}"}
 
-    talks = [{"messages": [asked(), answered(), asked(), answered()]} for _ in range(1600)]
-    questions = [
-        {"question": f"How many is {chance.choice('abc')}?", "answer": "It is three.\n#### 3"}
+    talks = [
+        {"messages": [*before, {"role": "user", "content": question() + behind}, answer()]}
         for _ in range(800)
     ]
+    questions = [{"question": question(), "answer": "It is three.\n#### 3"} for _ in range(800)]
     for name, config, rows in (
         ("HuggingFaceH4/no_robots", "default", talks),
         ("openai/gsm8k", "main", questions),
@@ -120,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("python", help="of an environment with tinker-cookbook")
-    parser.add_argument("--sl-steps", type=int, default=60)
+    parser.add_argument("--sl-steps", type=int, default=50)
     parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
     if not TOKENIZER.is_dir():
@@ -128,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         write_model(work / BASE)
-        write_datasets(work)
+        write_datasets(work, *surroundings(arguments.python))
         serve = [sys.executable, "-m", "pilotage", "serve", "--no-auth", "--models", str(work), "--port", "0"]
         service = subprocess.Popen(
             [*serve, "--data", str(work / "service")],
@@ -142,7 +155,8 @@ def main() -> None:
             steps = f"max_steps={arguments.sl_steps}"
             taught = run_recipe(
                 arguments.python, work, url, "sl_loop",
-                f"model_name={BASE}", "batch_size=16", "max_length=192", "learning_rate=0.01", steps,
+                f"model_name={BASE}", "batch_size=8", "max_length=256", "learning_rate=0.01",
+                "train_on_what=last_assistant_message", steps,
             )  # fmt: skip
             shutil.copytree(saved_model(taught, work / "service"), work / TAUGHT)
             for path in (work / BASE).glob("*token*"):
