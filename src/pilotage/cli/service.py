@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pilotage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pilotage.service.tinker_models import TinkerSizes
+    from pilotage.service.tinker_models import TinkerTerms
 
 
 def _capacity(words: list[str]) -> dict[str, int]:
@@ -25,13 +25,15 @@ def _capacity(words: list[str]) -> dict[str, int]:
     return found or {"H200": _num_devices() or 8}
 
 
-def _tinker_sizes(text: str) -> "TinkerSizes":
-    from pilotage.service.tinker_models import TinkerSizes
+def _tinker_terms(text: str, *, trains_adapters: bool) -> "TinkerTerms":
+    from pilotage.service.tinker_models import TinkerTerms
 
     parts = text.split("+")
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
         raise ConfigError(f"--tinker-gpus is TRAIN+SAMPLE, as in 4+4, got {text!r}")
-    return TinkerSizes(training=int(parts[0]), sampling=int(parts[1]))
+    return TinkerTerms(
+        training_gpus=int(parts[0]), sampling_gpus=int(parts[1]), trains_adapters=trains_adapters
+    )
 
 
 def _num_devices() -> int:
@@ -78,10 +80,9 @@ async def serve(arguments: argparse.Namespace) -> int:
         models=arguments.models,
         capacity=_capacity(arguments.capacity),
         engine_command=(sys.executable, "-m", "pilotage.cli.engine", kind),
-        trains_adapters=kind == "ray",
     )
-    sizes = _tinker_sizes(arguments.tinker_gpus)
-    service = Service(jobs, None if arguments.no_auth else TokenBook(store), tinker_sizes=sizes)
+    terms = _tinker_terms(arguments.tinker_gpus, trains_adapters=kind == "ray")
+    service = Service(jobs, None if arguments.no_auth else TokenBook(store), tinker=terms)
     try:
         await run(service, jobs, listen, lambda url: print(f"serving on {url}", flush=True))
     finally:

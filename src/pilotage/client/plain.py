@@ -27,7 +27,6 @@ from pilotage.client.jobs import Jobs
 from pilotage.client.lease import leased
 from pilotage.client.paths import segment
 from pilotage.client.remote_checkpoint import RemoteCheckpoint
-from pilotage.client.seeds import turn_seed
 from pilotage.client.stock_requests import StockRequests
 from pilotage.errors import (
     ConfigError,
@@ -373,8 +372,9 @@ def _stock_params(
     }
     if params.top_k:
         wanted["top_k"] = params.top_k
-    if params.seed is not None:
-        wanted["seed"] = turn_seed(params.seed, turn_index)
+    seed = params.turn_seed(turn_index, bits=31)
+    if seed is not None:
+        wanted["seed"] = seed
     return wanted
 
 

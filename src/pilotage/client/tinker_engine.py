@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from pilotage.algorithms import TrainedTokens, WeightsVersions, policy_loss
 from pilotage.client.remote_checkpoint import new_id
-from pilotage.client.seeds import turn_seed
 from pilotage.client.tinker_checkpoint import TinkerCheckpoint
 from pilotage.client.tinker_errors import attributed, sampler_error, service_error, trainer_error
 from pilotage.client.tinker_losses import (
@@ -139,7 +138,7 @@ class TinkerEngine:
             raise failed
         wanted = tinker.SamplingParams(
             max_tokens=min(params.max_tokens, room),
-            seed=None if params.seed is None else turn_seed(params.seed, turn_index),
+            seed=params.turn_seed(turn_index, bits=31),
             stop=list(self.stop_token_ids),
             temperature=params.temperature,
             top_k=params.top_k or -1,

@@ -33,7 +33,7 @@ from pilotage.service.measures import JobCollector, RequestMeter
 from pilotage.service.openapi import document
 from pilotage.service.refusals import Refusal, error_response, exception_handlers, json_response
 from pilotage.service.tinker_front import TinkerFront
-from pilotage.service.tinker_models import TinkerSizes
+from pilotage.service.tinker_models import TinkerTerms
 from pilotage.service.tokens import TokenBook
 from pilotage.types import PolicyLoss, Reduction
 from pilotage.wire.core import (
@@ -60,16 +60,14 @@ _LOG_TAIL_LINES = 20
 class Service:
     """The app, and the life of the jobs behind it."""
 
-    def __init__(
-        self, jobs: Jobs, tokens: TokenBook | None, *, tinker_sizes: TinkerSizes | None = None
-    ) -> None:
+    def __init__(self, jobs: Jobs, tokens: TokenBook | None, *, tinker: TinkerTerms | None = None) -> None:
         """Args:
         tokens: None answers everybody as the owner `local`; for loopback only.
         """
         self._jobs = jobs
         self._tokens = tokens
         self._tinker = TinkerFront(
-            jobs, self._owner_of, sizes=tinker_sizes or TinkerSizes(), shows_paths=tokens is None
+            jobs, self._owner_of, terms=tinker or TinkerTerms(), shows_paths=tokens is None
         )
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(jobs))

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic_core import to_json
 
 from pilotage.errors import ConfigError
@@ -21,9 +22,19 @@ from pilotage.rendering import TokenizerFile
 from pilotage.service.checkpoints import Checkpoints
 from pilotage.service.operations import Operation, Operations, Reply, Work, digest_of
 from pilotage.service.refusals import Refusal
-from pilotage.types import AdamParams, Denominators, ForwardBackwardResult, LossConfig, Sample, StepResult
+from pilotage.types import (
+    AdamParams,
+    Denominators,
+    ForwardBackwardResult,
+    Logprobs,
+    LossConfig,
+    Sample,
+    StepResult,
+    TokenIds,
+)
 from pilotage.wire.core import CheckpointRecord, CoreState, ErrorCode, LoadBody, PublishResult, SaveBody
 from pilotage.wire.jobs import CreateJobBody
+from pilotage.wire.samples import scored_sample
 
 _LOG = logging.getLogger(__name__)
 _INLINE_DIGEST_BYTES = 2**20
@@ -97,8 +108,7 @@ class EngineHost:
         try:
             engine = await self._open_engine(self.spec)
             if self.spec.source_checkpoint is not None:
-                trainer = self.spec.body.trainer
-                config = None if trainer is None else trainer.training_config
+                config = self.spec.body.training_config
                 keeps = config is None or config.load_optimizer_states
                 await engine.load(self.spec.source_checkpoint, weights_only=not keeps)
                 await engine.publish()
@@ -159,10 +169,9 @@ class EngineHost:
     @property
     def adam_defaults(self) -> AdamParams:
         """What a step uses where the call does not say."""
-        trainer = self.spec.body.trainer
-        if trainer is None or trainer.training_config is None:
+        config = self.spec.body.training_config
+        if config is None:
             raise Refusal(ErrorCode.CONFLICT, "the job has no training sub-job")
-        config = trainer.training_config
         return AdamParams(
             learning_rate=config.optimizer.lr,
             beta1=config.optimizer.betas[0],
@@ -221,6 +230,12 @@ class EngineHost:
         result = await self.engine.step(params)
         self.global_steps += 1
         return result
+
+    async def prompt_logprobs(self, prompt_ids: TokenIds, *, temperature: float) -> Logprobs:
+        """Return [n] what the trainer's weights give to each token of a prompt; the first has none."""
+        sample = scored_sample(prompt_ids.copy(), np.arange(prompt_ids.size) > 0, name="prompt")
+        (logprobs,) = await self.engine.forward([sample], temperature=temperature)
+        return logprobs
 
     async def publish(self) -> PublishResult:
         """Give the sampler the trainer's weights."""

@@ -5,7 +5,7 @@ There is one completion a prompt. Parameters that the engine cannot honour are r
 
 import asyncio
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from pilotage.service.engine_host import EngineHost
 from pilotage.service.refusals import Refusal, error_body
 from pilotage.types import Completion, SamplingParams, TokenIds
 from pilotage.wire.core import ErrorCode
-from pilotage.wire.samples import scored_sample
 
 _MAX_PROMPTS = 16_384
 _PARAMS = {
@@ -77,15 +76,24 @@ async def generate(wishes: Sequence[Wish], host: EngineHost, on_result: Callable
         except SamplerError as error:
             on_result(index, error)
             return
-        prompt_logprobs = await _prompt_logprobs(wish, host) if wish.wants_prompt_logprobs else None
+        prompt_logprobs = None
+        if wish.wants_prompt_logprobs:
+            temperature = wish.params.temperature or 1.0
+            prompt_logprobs = await host.prompt_logprobs(wish.prompt_ids, temperature=temperature)
         on_result(index, _result(completion, wish, host.tokenizer, prompt_logprobs))
 
+    # A prompt that failed is a result; what is raised is the engine's own failure.
+    await together([one(index, wish) for index, wish in enumerate(wishes)])
+
+
+async def together[T](calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run calls at once and return their results in order; the first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            for index, wish in enumerate(wishes):
-                group.create_task(one(index, wish))
-    except ExceptionGroup as failures:  # a prompt that failed is a result; this is the engine's own failure
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def error_event(index: int, error: SamplerError) -> dict[str, Any]:
@@ -213,13 +221,6 @@ def _wants(settings: Mapping[str, Any], key: str, path: str) -> bool:
 
 
 # --- results ---
-
-
-async def _prompt_logprobs(wish: Wish, host: EngineHost) -> NDArray[np.float32]:
-    ids = wish.prompt_ids
-    sample = scored_sample(ids.copy(), np.arange(ids.size) > 0, name="prompt")
-    (logprobs,) = await host.engine.forward([sample], temperature=wish.params.temperature or 1.0)
-    return logprobs
 
 
 def _result(

@@ -168,7 +168,6 @@ class Jobs:
         models: Path,
         capacity: dict[str, int],
         engine_command: Sequence[str],
-        trains_adapters: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Args:
@@ -176,14 +175,12 @@ class Jobs:
         models: `model_name` is a path below it.
         capacity: GPUs, or slots on a CPU, by kind.
         engine_command: program of an engine process; gets the job's directory.
-        trains_adapters: whether its engine knows LoRA.
         """
         self._store = store
         self._directory = directory
         self._models = models
         self._capacity = capacity
         self._engine_command = tuple(engine_command)
-        self.trains_adapters = trains_adapters
         self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._endings: set[asyncio.Task[None]] = set()
@@ -472,7 +469,7 @@ class Jobs:
         return sum(job.body.n_gpus for job in waiting if job.body.hardware == hardware)
 
     def _model_dir(self, body: CreateJobBody) -> Path:
-        name = body.sub_job_configs[0].model_name
+        name = body.model_name
         root = self._models.resolve()
         path = (root / name).resolve()
         if not path.is_relative_to(root) or not (path / "config.json").is_file():

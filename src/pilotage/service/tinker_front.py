@@ -1,6 +1,6 @@
 """The Tinker wire, as the front answers it: sessions, models and sampling clients become jobs.
 
-    model S:train:N      the job S.train.N, one trainer and one sampler (`TinkerSizes` says how large)
+    model S:train:N      the job S.train.N, one trainer and one sampler (`TinkerTerms` says how large)
     weights by path, or a base model, to sample from: the job of these weights where its sampler has them, or
                          else a job S.sample.N of one sampler
     sampling client      JOB:GENERATION:NAME (`tinker_routes`)
@@ -43,7 +43,7 @@ from pilotage.service.tinker_bodies import (
 )
 from pilotage.service.tinker_models import (
     LEASE_S,
-    TinkerSizes,
+    TinkerTerms,
     adapter_asked,
     adapter_info,
     adapter_of,
@@ -53,7 +53,7 @@ from pilotage.service.tinker_models import (
     model_id_of,
     model_of,
 )
-from pilotage.service.tinker_routes import LIVE, checkpoint_of
+from pilotage.service.tinker_routes import LIVE, checkpoint_of, name_of
 from pilotage.wire.core import CheckpointRecord, ErrorCode
 from pilotage.wire.jobs import ACTIVE, CreateJobBody, JobStatus
 from pilotage.wire.tinker import PROTOBUF, address_of
@@ -79,7 +79,7 @@ class TinkerFront:
     """Endpoints under /api/v1."""
 
     def __init__(
-        self, jobs: Jobs, owner_of: Callable[[str | None], str], *, sizes: TinkerSizes, shows_paths: bool
+        self, jobs: Jobs, owner_of: Callable[[str | None], str], *, terms: TinkerTerms, shows_paths: bool
     ) -> None:
         """Args:
         owner_of: the owner of a token; raises for one that it does not know.
@@ -87,7 +87,7 @@ class TinkerFront:
         """
         self._jobs = jobs
         self._owner_of = owner_of
-        self._sizes = sizes
+        self._terms = terms
         self._shows_paths = shows_paths
 
     def routes(self) -> list[Route]:
@@ -166,41 +166,42 @@ class TinkerFront:
         self._place(request)
         await self._read(request, SessionBody)
         warning = None
-        if not self._jobs.trains_adapters:
+        if not self._terms.trains_adapters:
             warning = "this server trains all weights of a model; the rank of a lora_config is not used"
         reply = {"type": "create_session", "session_id": uuid.uuid4().hex, "warning_message": warning}
         return json_response(reply)
 
     async def _heartbeat(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, HeartbeatBody)
-        for job in self._jobs.list(place):
-            if job.id.startswith(f"{body.session_id}.") and job.status in ACTIVE:
-                self._jobs.renew(job, LEASE_S)
+        for job in self._living(place, body.session_id):
+            self._jobs.renew(job, LEASE_S)
         return json_response({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
         """End a session's jobs: its caller says that it is done."""
-        place, session_id = self._place(request), request.path_params["session_id"]
-        ending = [
-            job
-            for job in self._jobs.list(place)
-            if job.id.startswith(f"{session_id}.") and job.status in ACTIVE
-        ]
+        ending = self._living(self._place(request), request.path_params["session_id"])
         await asyncio.gather(*(self._jobs.cancel(job) for job in ending))
         return json_response({})
+
+    def _living(self, place: Place, session_id: str) -> list[Job]:
+        """Return the jobs of a session that have not ended."""
+        jobs = self._jobs.list(place)
+        return [job for job in jobs if job.id.startswith(f"{session_id}.") and job.status in ACTIVE]
 
     # --- models ---
 
     async def _create_model(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, CreateModelBody)
         model_id = model_id_of(body.session_id, "train", body.model_seq_id)
-        adapter = adapter_asked(body.lora_config) if self._jobs.trains_adapters and body.lora_config else None
+        adapter = (
+            adapter_asked(body.lora_config) if self._terms.trains_adapters and body.lora_config else None
+        )
         self._ensure(place, model_id, self._body(body.base_model, adapter=adapter))
         return json_response({"request_id": f"{job_id_of(model_id)}:created", "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:
         job = self._model(request, (await self._read(request, ModelBody)).model_id)
-        name = job.body.sub_job_configs[0].model_name
+        name = job.body.model_name
         tokenizer = str(job.model_dir) if self._shows_paths else name
         return json_response(
             {
@@ -228,7 +229,7 @@ class TinkerFront:
         if body.session_id is None or body.model_seq_id is None:
             raise Refusal(ErrorCode.INVALID, "give model_id and seq_id, or session_id and model_seq_id")
         model_id = model_id_of(body.session_id, "train", body.model_seq_id)
-        name = body.base_model or source.body.sub_job_configs[0].model_name
+        name = body.base_model or source.body.model_name
         checkpoint = {"checkpoint_id": checkpoint_id, "source_job_id": source.id}
         wanted = self._body(
             name, adapter=adapter_of(source), source=checkpoint, with_optimizer=body.optimizer
@@ -240,7 +241,7 @@ class TinkerFront:
         model_id, checkpoint_id = checkpoint_of((await self._read(request, WeightsBody)).tinker_path)
         job = self._model(request, model_id)
         self._jobs.checkpoints_of(job).get(checkpoint_id)
-        return json_response({"base_model": job.body.sub_job_configs[0].model_name, **adapter_info(job)})
+        return json_response({"base_model": job.body.model_name, **adapter_info(job)})
 
     async def _checkpoints(self, request: Request) -> Response:
         model_id = request.path_params["model_id"]
@@ -301,7 +302,7 @@ class TinkerFront:
                 name = f"{body.session_id}-{body.sampling_session_seq_id}"
                 return _sampling_session(f"{source.id}:{generation}:{name}")
         checkpoint = {"checkpoint_id": checkpoint_id, "source_job_id": source.id}
-        name = source.body.sub_job_configs[0].model_name
+        name = source.body.model_name
         wanted = self._body(name, adapter=adapter_of(source), source=checkpoint, trains=False)
         self._ensure(place, model_id, wanted)
         return _sampling_session(f"{job_id_of(model_id)}:{LIVE}:0")
@@ -309,7 +310,7 @@ class TinkerFront:
     async def _sampler(self, request: Request) -> Response:
         sampler_id = request.path_params["sampler_id"]
         job = self._jobs.get(self._place(request), sampler_id.partition(":")[0])
-        name = job.body.sub_job_configs[0].model_name
+        name = job.body.model_name
         return json_response({"sampler_id": sampler_id, "base_model": name})
 
     async def _sample(self, request: Request) -> Response:
@@ -379,7 +380,7 @@ class TinkerFront:
             self._jobs.create(place, body.model_copy(update={"job_id": job_id}))
 
     def _body(self, name: str, **options: Any) -> CreateJobBody:
-        return job_body(self._jobs.models(), self._sizes, name, **options)
+        return job_body(self._jobs.models(), self._terms, name, **options)
 
     async def _ask(self, job: Job, method: str, path: str, **options: Any) -> httpx.Response:
         """Call a job's engine.
@@ -416,11 +417,10 @@ def _try_again(request_id: str, state: str) -> Response:
 
 
 def _checkpoint(model_id: str, record: CheckpointRecord) -> dict[str, Any]:
-    is_sampler = record.checkpoint_id.startswith("sampler-")
-    name = f"sampler_weights/{record.checkpoint_id[8:]}" if is_sampler else f"weights/{record.checkpoint_id}"
+    name = name_of(record.checkpoint_id)
     return {
         "checkpoint_id": name,
-        "checkpoint_type": "sampler" if is_sampler else "training",
+        "checkpoint_type": "sampler" if name.startswith("sampler_weights/") else "training",
         "time": record.created_at,
         "tinker_path": f"tinker://{model_id}/{name}",
         "size_bytes": record.size_bytes,

@@ -21,11 +21,15 @@ _MAX_CONTEXT_TOKENS = 32_768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TinkerSizes:
-    """GPUs of a model's trainer and of a sampler; Tinker's callers cannot say."""
+class TinkerTerms:
+    """What a service gives to callers of the Tinker wire, who cannot say."""
 
-    training: int = 1
-    sampling: int = 1
+    training_gpus: int = 1
+    """Of a model's trainer."""
+    sampling_gpus: int = 1
+    """Of a sampler."""
+    trains_adapters: bool = False
+    """Whether engines know LoRA; without, all weights are trained."""
 
 
 def model_id_of(session_id: str, kind: str, number: int) -> str:
@@ -57,7 +61,7 @@ def model_of(job: Job) -> str:
 
 def job_body(
     models: Mapping[str, Path],
-    sizes: TinkerSizes,
+    terms: TinkerTerms,
     name: str,
     *,
     adapter: Mapping[str, Any] | None = None,
@@ -81,11 +85,11 @@ def job_body(
     training = {
         "optimizer": {"lr": 0.0},
         "train_batch_size": 1,
-        "n_gpus": sizes.training,
+        "n_gpus": terms.training_gpus,
         "load_optimizer_states": with_optimizer,
     }
     parts: list[dict[str, Any]] = [
-        {"job_type": "sampling", "inference_config": {"n_gpus": sizes.sampling} | shared}
+        {"job_type": "sampling", "inference_config": {"n_gpus": terms.sampling_gpus} | shared}
     ]
     if trains:
         parts.insert(0, {"job_type": "training", "training_config": training | shared})

@@ -11,7 +11,8 @@ follows the weights. A client's id is JOB:GENERATION:NAME; the name is its own, 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from pilotage.errors import InvalidBodyError
 from pilotage.service.bodies import json_object, parse
 from pilotage.service.core_routes import SOURCE_HEADER, wait_of
 from pilotage.service.engine_host import EngineHost, json_reply
+from pilotage.service.generation import together
 from pilotage.service.operations import Reply
 from pilotage.service.refusals import Refusal, json_response
 from pilotage.service.tinker_bodies import (
@@ -40,7 +42,6 @@ from pilotage.service.tinker_losses import LINEAR, ONE, as_samples, evaluate, re
 from pilotage.service.tinker_stops import Stops, read_stops
 from pilotage.types import AdamParams, Completion, Logprobs, SamplingParams, TokenIds
 from pilotage.wire.core import ErrorCode, LoadBody, SaveBody
-from pilotage.wire.samples import scored_sample
 from pilotage.wire.tinker import (
     PROTOBUF,
     ForwardBackward,
@@ -55,11 +56,9 @@ from pilotage.wire.tinker import (
 
 LIVE = "live"
 """Generation of sampling clients that follow the weights."""
-_FORMS = {
-    "forward_backward": forward_backward_json,
-    "forward": forward_backward_json,
-    "asample": samples_json,
-}
+_FOR_SAMPLER = "sampler-"
+"""Start of the ids of checkpoints that were saved for a sampler."""
+_FORMS = {"forward_backward": forward_backward_json, "asample": samples_json}
 """Verbs whose results are stored as protobuf, and how they become JSON."""
 
 
@@ -208,11 +207,11 @@ class TinkerRoutes:
     async def _save_weights(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         call = parse(SaveWeightsBody, body)
         name = call.path or f"seq-{call.seq_id}"
-        known = {record.checkpoint_id for record in self._host.checkpoints.records()}
-        if call.overwrite and name in known:
-            self._host.checkpoints.delete(name)
-        await self._host.save(parse(SaveBody, orjson.dumps({"checkpoint_id": name})))
-        return _json({"type": "save_weights", "path": f"tinker://{call.model_id}/weights/{name}"})
+        if call.overwrite:
+            with contextlib.suppress(Refusal):  # there is none yet
+                self._host.checkpoints.delete(name)
+        await self._save(name, weights_only=False)
+        return _json({"type": "save_weights", "path": f"tinker://{call.model_id}/{name_of(name)}"})
 
     async def _save_for_sampler(self, body: bytes, headers: Mapping[str, str]) -> Reply:
         call = parse(SaveForSamplerBody, body)
@@ -221,11 +220,10 @@ class TinkerRoutes:
             generation = LIVE if call.kind == "inflight" else self._generation
             session = f"{self._host.spec.job_id}:{generation}:t{call.seq_id}"
             return _json({"type": "save_weights_for_sampler", "sampling_session_id": session})
-        checkpoint_id = sampler_checkpoint(call.path)
-        content = {"checkpoint_id": checkpoint_id, "weights_only": True}
-        await self._host.save(parse(SaveBody, orjson.dumps(content)))
+        checkpoint_id = _FOR_SAMPLER + call.path
+        await self._save(checkpoint_id, weights_only=True)
         self._generation_of[checkpoint_id] = self._generation
-        path = f"tinker://{call.model_id}/sampler_weights/{call.path}"
+        path = f"tinker://{call.model_id}/{name_of(checkpoint_id)}"
         return _json({"type": "save_weights_for_sampler", "path": path})
 
     async def _load_weights(self, body: bytes, headers: Mapping[str, str]) -> Reply:
@@ -235,6 +233,10 @@ class TinkerRoutes:
         await self._host.load(wanted, Path(headers[SOURCE_HEADER]))
         self._published_steps = None
         return _json({"type": "load_weights", "path": call.path, "model_id": call.model_id})
+
+    async def _save(self, checkpoint_id: str, *, weights_only: bool) -> None:
+        self._host.checkpoints.path_of(checkpoint_id)  # refuses an id that is none
+        await self._host.save(SaveBody(checkpoint_id=checkpoint_id, weights_only=weights_only))
 
     async def _publish(self) -> None:
         """Give the sampler the trainer's weights, unless it has them."""
@@ -254,7 +256,7 @@ class TinkerRoutes:
             self._require_current(call.sampling_session_id)
             return await stops.cut(completion)
 
-        completions = await _all([one(index) for index in range(call.num_samples)])
+        completions = await together([one(index) for index in range(call.num_samples)])
         prompt_logprobs = await self._prompt_logprobs(prompt) if call.prompt_logprobs else None
         return write_samples(completions, prompt_logprobs)
 
@@ -279,11 +281,9 @@ class TinkerRoutes:
                 "prompt_logprobs come from the trainer, whose weights are newer than the sampler's: save"
                 " weights for the sampler first",
             )
-        sample = scored_sample(prompt.copy(), np.arange(prompt.size) > 0, name="prompt")
-        (row,) = await self._host.engine.forward([sample], temperature=1.0)
-        row = row.copy()
-        row[0] = np.nan
-        return row
+        logprobs = (await self._host.prompt_logprobs(prompt, temperature=1.0)).copy()
+        logprobs[0] = np.nan
+        return logprobs
 
     # --- parts ---
 
@@ -314,23 +314,15 @@ def checkpoint_of(path: str) -> tuple[str, str]:
             "a path is tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME",
             path="path",
         )
-    return parts[0], parts[2] if parts[1] == "weights" else sampler_checkpoint(parts[2])
+    return parts[0], parts[2] if parts[1] == "weights" else _FOR_SAMPLER + parts[2]
 
 
-def sampler_checkpoint(name: str) -> str:
-    """Return the checkpoint id of weights that were saved for a sampler under a name."""
-    return f"sampler-{name}"
+def name_of(checkpoint_id: str) -> str:
+    """Return KIND/NAME, as a path names a checkpoint: what `checkpoint_of` reads."""
+    if checkpoint_id.startswith(_FOR_SAMPLER):
+        return f"sampler_weights/{checkpoint_id.removeprefix(_FOR_SAMPLER)}"
+    return f"weights/{checkpoint_id}"
 
 
 def _json(content: Mapping[str, Any]) -> Reply:
     return json_reply(orjson.dumps(content).decode())
-
-
-async def _all[T](calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run calls together; the first failure cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -25,9 +25,11 @@ class Stops:
 
     async def cut(self, completion: Completion) -> Completion:
         """End a completion after the first token that completes a stop."""
-        size = await asyncio.to_thread(self._end, completion.token_ids.tolist()) if self.texts else None
-        if self.ids:
-            size = self._first_id(completion.token_ids.tolist())
+        ids = completion.token_ids.tolist()
+        if self.texts:
+            size = await asyncio.to_thread(self._end, ids)
+        else:
+            size = next((end for end, token in enumerate(ids, 1) if token in self.ids), None)
         if size is None:
             return completion
         return replace(
@@ -37,9 +39,6 @@ class Stops:
             weights_versions=completion.weights_versions[:size].copy(),
             finish_reason=FinishReason.STOP,
         )
-
-    def _first_id(self, ids: list[int]) -> int | None:
-        return next((end for end, token in enumerate(ids, 1) if token in self.ids), None)
 
     def _end(self, ids: list[int]) -> int | None:
         """Return how many ids it takes until their text holds a stop; None where it never does."""

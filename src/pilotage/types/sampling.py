@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 
 from pilotage.types.arrays import Logprobs, TokenIds, Versions, freeze, require_shape
 
@@ -42,6 +43,12 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be positive, got {self.max_tokens}")
+
+    def turn_seed(self, turn_index: int, *, bits: int) -> int | None:
+        """Return a seed of one turn, for wires that know no turns; None where the session has none."""
+        if self.seed is None:
+            return None
+        return int.from_bytes(sha256(f"{self.seed}/{turn_index}".encode()).digest()) >> (256 - bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

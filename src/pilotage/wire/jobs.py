@@ -265,6 +265,16 @@ class CreateJobBody(BaseModel):
         return next((s for s in self.sub_job_configs if s.job_type == "training"), None)
 
     @property
+    def training_config(self) -> TrainingConfig | None:
+        """How the training sub-job trains; None where there is none."""
+        return None if self.trainer is None else self.trainer.training_config
+
+    @property
+    def model_name(self) -> str:
+        """The model that all sub-jobs share."""
+        return self.sub_job_configs[0].model_name
+
+    @property
     def adapter(self) -> PeftConfig | None:
         """The adapter that is trained; None trains the whole model."""
         return None if self.trainer is None else _peft(self.trainer)

@@ -1,6 +1,5 @@
 """A `Sampler` on SkyRL's inference engines: ids in, ids and log-probs out."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -86,9 +85,9 @@ class SkyRLSampler:
             "stop_token_ids": list(self._stop_token_ids),
             "skip_special_tokens": False,
         }
-        if params.seed is not None:
-            digest = hashlib.sha256(f"{params.seed}/{turn_index}".encode()).digest()
-            wanted["seed"] = int.from_bytes(digest[:8], "big") >> 1  # vLLM's seeds are signed 64-bit integers
+        seed = params.turn_seed(turn_index, bits=63)  # vLLM's are signed 64-bit integers
+        if seed is not None:
+            wanted["seed"] = seed
         return wanted
 
 
