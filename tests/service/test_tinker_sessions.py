@@ -59,8 +59,8 @@ async def test_a_sessions_jobs_live_by_its_heartbeats_and_end_when_it_is_finishe
     async with rig(tmp_path, clock=clock) as service:
         kept, kept_model = await open_model(service)
         _, lost_model = await open_model(service)
-        for _ in range(5):
-            clock.now += 60
+        for _ in range(12):  # 34 minutes: longer than a job without calls lives elsewhere
+            clock.now += 170
             await ask(service, "session_heartbeat", session_id=kept)
             await asyncio.sleep(0.3)  # the service looks at leases five times a second
         job_of = {m: service.jobs._jobs[m.replace(":", ".")] for m in (kept_model, lost_model)}

@@ -97,6 +97,7 @@ def job_body(
     content = {
         "sub_job_configs": [part | same for part in parts],
         "comment": "tinker",
+        "idle_timeout_seconds": 0,  # a session lives as long as its heartbeats, however seldom it calls
         "x-pilotage": {"lease_s": LEASE_S},
     }
     return CreateJobBody.model_validate(content)
