@@ -106,7 +106,7 @@ async def test_a_run_in_which_half_of_all_calls_are_spoilt_ends_with_the_same_we
     chance = random.Random(0)
     async with bench(tmp_path) as found:
         clean, _ = await found.digest("clean")
-        for attempt in range(6):
+        for attempt in range(10):
             faults = [chance.choice([*SPOILT, *[Fault.NONE] * len(SPOILT)]) for _ in range(40)]
             digest, _ = await found.digest(f"attempt-{attempt}", *faults)
             assert digest == clean
