@@ -49,16 +49,19 @@ class Key:
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type, list[Key]]]:
     """Yield (dotted name, class, own keys) of a section and of those inside it, in the order of the code."""
     keys = list(_keys(cls))
-    yield prefix, cls, [key for key in keys if not _is_section(key.annotation)]
+    yield prefix, cls, [key for key in keys if _section(key.annotation) is None]
     for key in keys:
-        if _is_section(key.annotation):
-            yield from sections(key.annotation, f"{prefix}.{key.name}".lstrip("."))
+        if (section := _section(key.annotation)) is not None:
+            yield from sections(section, f"{prefix}.{key.name}".lstrip("."))
 
 
-def _is_section(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and (
-        issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
-    )
+def _section(annotation: Any) -> type | None:
+    """Return the class of a section, also of one that may be absent; None for a plain key."""
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    for item in typing.get_args(annotation) if is_union else (annotation,):
+        if inspect.isclass(item) and (issubclass(item, BaseModel) or dataclasses.is_dataclass(item)):
+            return item
+    return None
 
 
 def _keys(cls: type) -> Iterator[Key]:

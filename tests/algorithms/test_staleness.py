@@ -34,6 +34,7 @@ def batch_of(*samples: Sample, dropped: int = 3) -> StepBatch:
         num_groups_trained=len({sample.group_id for sample in samples}),
         num_groups_too_small=0,
         num_groups_without_spread=0,
+        num_groups_filtered=0,
         advantages={},
     )
 

@@ -19,7 +19,7 @@ from tests.loops.rig import CountingTrainer, Watcher
 from tests.rollouts.rig import write_task
 
 from pilotage.loops import LoopSettings, RunDirectory, TrainingLoop, read_rollout
-from pilotage.loops.requests import group_requests
+from pilotage.loops.requests import group_requests, task_of_group
 from pilotage.proxy import ChatCompletionsProxy, Patience, serve
 from pilotage.rollouts import AgentChoice, Deadlines, HarborRunner, RunnerSettings
 from pilotage.rollouts.register import Register
@@ -125,7 +125,13 @@ async def judge_trials(kinds: Sequence[str], root: Path, rng: random.Random) -> 
 async def _one_step(tasks: Sequence[Task], plans: Sequence[Plan], root: Path) -> RunDirectory:
     """Run one step of the loop over all tasks; the first rollout of each group has its task's plan."""
     settings = LoopSettings(num_steps=1, tasks_per_step=len(tasks), group_size=2)
-    requests = [r for number in range(len(tasks)) for r in group_requests(tasks, number, settings=settings)]
+    requests = [
+        request
+        for number in range(len(tasks))
+        for request in group_requests(
+            task_of_group(tasks, number, seed=settings.seed), number, settings=settings
+        )
+    ]
     plan_of = {task.id: plan for task, plan in zip(tasks, plans, strict=True)}
     struck = {request.id: plan_of[request.task.id] for request in requests[::2]}
     renderer = WordRenderer()

@@ -100,7 +100,8 @@ class Simulation:
         self.runner = SlowRunner(
             trainer=self.trainer, latency=self.latency, concurrency=self.concurrency, spread=self.spread
         )
-        with RunDirectory.open(path, {"name": "simulated"}, resume=resume) as run:
+        config = {"name": "simulated", "loop": self.settings.model_dump(mode="json", exclude_none=True)}
+        with RunDirectory.open(path, config, resume=resume) as run:
             loop = TrainingLoop(
                 trainer=self.trainer,
                 runner=self.runner,

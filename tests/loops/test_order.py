@@ -43,7 +43,11 @@ def test_groups_are_of_one_task_and_named_after_where_they_stand_with_seeds_of_t
         sampling=SamplingParams(temperature=0.7),
         loss=LossConfig(temperature=0.7),
     )
-    requests = [r for number in (2, 3) for r in group_requests(make_tasks(4), number, settings=settings)]
+    requests = [
+        request
+        for number, task in zip((2, 3), make_tasks(2), strict=True)
+        for request in group_requests(task, number, settings=settings)
+    ]
     assert [request.id for request in requests] == [
         f"step-0002-{group:02d}-{index:02d}" for group in range(2) for index in range(3)
     ]

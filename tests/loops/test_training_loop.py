@@ -9,6 +9,7 @@ from tests.loops.rig import TOKENS_PER_ROLLOUT, CountingTrainer, Rig, Watcher, m
 
 from pilotage.errors import ConfigError, SamplerError, TrainerError
 from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, TrainingLoop, read_rollout
+from pilotage.loops.curriculum import CurriculumSettings
 from pilotage.types import BranchCause, Ledger, Outcome
 
 SETTINGS = LoopSettings(
@@ -121,15 +122,19 @@ async def test_checkpoints_are_every_n_steps_and_after_the_last(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("crash", [1, 2, 3, 4, 5])
-async def test_a_run_that_crashed_and_was_resumed_equals_one_that_did_not(tmp_path: Path, crash: int) -> None:
-    whole = Rig(settings=SETTINGS)
+@pytest.mark.parametrize("curriculum", [None, CurriculumSettings()])
+async def test_a_run_that_crashed_and_was_resumed_equals_one_that_did_not(
+    tmp_path: Path, crash: int, curriculum: CurriculumSettings | None
+) -> None:
+    settings = SETTINGS.model_copy(update={"curriculum": curriculum})
+    whole = Rig(settings=settings)
     await whole.run(tmp_path / "whole")
-    crashed = Rig(settings=SETTINGS, trainer=CountingTrainer(fails_in_step=crash))
+    crashed = Rig(settings=settings, trainer=CountingTrainer(fails_in_step=crash))
     with pytest.raises(TrainerError, match=r"^the machine went away$"):
         await crashed.run(tmp_path / "run")
     assert len(done(tmp_path / "run")) < len(done(tmp_path / "whole"))
 
-    resumed = Rig(settings=SETTINGS)
+    resumed = Rig(settings=settings)
     await resumed.run(tmp_path / "run", resume=True)
 
     assert done(tmp_path / "run") == done(tmp_path / "whole")

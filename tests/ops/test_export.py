@@ -4,13 +4,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.loops.rig import Rig
+from tests.loops.simulated import Simulation
+from tests.loops.virtual_time import run_simulated
 
 from pilotage.cli import main
 from pilotage.errors import ConfigError
-from pilotage.loops import LoopSettings, RunDirectory
-from pilotage.ops.export import write_samples
+from pilotage.loops import LoopSettings, RunDirectory, Stragglers
+from pilotage.ops.export import trained_rows, write_samples
 
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed, see the extra `data`")
 
@@ -51,11 +54,29 @@ def test_a_row_has_its_rollout_s_arrays_and_its_advantage_is_reward_minus_mean(t
         assert row["outcome"] == "completed"
 
 
+def test_of_a_run_with_lag_each_step_has_the_groups_and_the_tokens_that_it_trained(tmp_path: Path) -> None:
+    def one_straggles(rng: np.random.Generator) -> float:
+        return 1000.0 if rng.random() < 0.1 else 10.0
+
+    settings = LoopSettings(
+        num_steps=12, tasks_per_step=2, group_size=2, max_lag=1, stragglers=Stragglers.MASK
+    )
+    simulation = Simulation(settings=settings, latency=one_straggles, train_s=5)
+    records, _ = run_simulated(simulation.run(tmp_path / "run"))
+    assert sum(record.get("ledger/masked_tokens/stale", 0) for record in records) > 0
+    rows = list(trained_rows(RunDirectory(tmp_path / "run")))  # refuses steps whose ledger differs
+    assert [(row["step"], row["rollout"]) for row in rows] == simulation.trainer.trained
+    assert [
+        row for row in rows if row["group"][:9] != f"step-{row['step']:04d}"
+    ]  # groups overtook each other
+
+
 def test_rollout_files_that_do_not_add_up_are_refused_and_leave_no_file(tmp_path: Path) -> None:
     run, _ = exported(tmp_path)
     (run.path / "rollouts" / "step-0003" / "step-0003-00-01.json.gz").unlink()
     with pytest.raises(
-        ConfigError, match=r"step 3 trained 30 tokens, and its rollout files have \d+; restore"
+        ConfigError,
+        match=r"step 3 trained 30 tokens, and its rollout files have \d+; restore those of step-",
     ):
         write_samples(run, tmp_path / "y.parquet")
     assert [path.name for path in tmp_path.iterdir() if "y.parquet" in path.name] == []

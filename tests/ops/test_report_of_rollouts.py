@@ -19,11 +19,11 @@ ENDS = [outcome for outcome in Outcome if outcome != Outcome.COMPLETED]
 
 def ends_of_a_bad_run(share: float = 0.3) -> dict[str, Outcome]:
     """Every outcome in turn, for 30 % of the rollouts."""
-    tasks = [Task(id="t", path=Path("/t"))]
+    task = Task(id="t", path=Path("/t"))
     ids = [
         request.id
         for number in range(SETTINGS.num_steps * SETTINGS.tasks_per_step)
-        for request in group_requests(tasks, number, settings=SETTINGS)
+        for request in group_requests(task, number, settings=SETTINGS)
     ]
     chosen = np.random.default_rng(0).permutation(ids)[: round(share * len(ids))]
     return {str(name): ENDS[index % len(ENDS)] for index, name in enumerate(chosen)}

@@ -19,19 +19,21 @@ from benchmarks.bench_view import make_run
 from hypothesis import given
 from tests.algorithms.strategies import make_rollout, make_turn, steps
 
-from pilotage.algorithms import build_batch
+from pilotage.algorithms import build_batch, mask_stale
 from pilotage.errors import ConfigError
+from pilotage.loops import LoopSettings, TrainedGroups
 from pilotage.loops.rollout_files import write_rollout
+from pilotage.loops.summaries import summarise
 from pilotage.ops.alarms import GUIDES, AlarmName
 from pilotage.ops.view import export
 from pilotage.ops.view.app import Viewer
 from pilotage.ops.view.drift import drift_of
 from pilotage.ops.view.fates import fate_of
 from pilotage.ops.view.index import Index
-from pilotage.ops.view.library import Library, TrainingRules
+from pilotage.ops.view.library import Library
 from pilotage.ops.view.workers import Workers
 from pilotage.rendering import load_renderer
-from pilotage.types import OUTCOME_RULES, BranchCause, Message, Role, Rollout, TokenIds
+from pilotage.types import BranchCause, Message, Role, Rollout, TokenIds
 
 POLICY = Path(__file__).resolve().parents[2] / "recipes" / "demo" / "policy"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -251,12 +253,28 @@ async def test_an_export_of_no_run_is_refused(tmp_path: Path) -> None:
 # --- colours and drifts ---
 
 
-@given(steps)
-def test_tokens_are_coloured_as_the_step_trained_them(rollouts: list[Rollout]) -> None:
-    batch = build_batch(rollouts, OUTCOME_RULES)
-    rules = TrainingRules(outcomes=OUTCOME_RULES, scale_by_std=False)
+@pytest.mark.parametrize(
+    "settings",
+    [LoopSettings(max_lag=3), LoopSettings(max_lag=1, max_rollout_tokens=4, max_group_reward=0.6)],
+)
+@given(rollouts=steps)
+def test_tokens_are_coloured_as_the_step_trained_them(
+    rollouts: list[Rollout], settings: LoopSettings
+) -> None:
+    step = TrainedGroups(step=1, trainer_version=3, groups=[])
+    whole = build_batch(rollouts, settings.batch_rules())
+    batch = mask_stale(whole, trainer_version=3, max_lag=settings.max_lag)
     fates = [
-        fate_of(rollout, [r for r in rollouts if r.group_id == rollout.group_id and r is not rollout], rules)
+        fate_of(
+            rollout,
+            [
+                summarise("step-0001", sibling).skeleton()
+                for sibling in rollouts
+                if sibling.group_id == rollout.group_id and sibling is not rollout
+            ],
+            settings,
+            step=step,
+        )
         for rollout in rollouts
     ]
     assert sum(fate.trained_tokens for fate in fates) == batch.ledger.trained_tokens

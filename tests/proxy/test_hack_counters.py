@@ -4,11 +4,11 @@ from pathlib import Path
 
 from tests.proxy.rig import Rig, rig, schema, tool, user
 
-from pilotage.algorithms import build_batch
+from pilotage.algorithms import BatchRules, build_batch
 from pilotage.algorithms.hack_gauges import HackSign
 from pilotage.loops import read_rollout, write_rollout
 from pilotage.loops.metrics import StepTimes, step_metrics
-from pilotage.types import OUTCOME_RULES, Outcome, Reward, Rollout, SessionRecord
+from pilotage.types import Outcome, Reward, Rollout, SessionRecord
 
 TOOLS = [schema("terminal", command={"type": "string"})]
 LOOK = ("terminal", '{"command": "git log -3; cat /tests/gold.json"}')
@@ -62,7 +62,7 @@ async def test_signs_are_counted_once_a_turn_and_reported_as_rollouts_a_step(tmp
         write_rollout(tmp_path / name, rollout(name, record))
         rollouts.append(read_rollout(tmp_path / name))
     times = StepTimes(rollouts_s=0, train_s=0, publish_s=0)
-    batch = build_batch(rollouts, OUTCOME_RULES)
+    batch = build_batch(rollouts, BatchRules())
     metrics = step_metrics(rollouts, batch, update=None, times=times, trainer_version=0)
     shown = {HackSign.GIT_HISTORY, HackSign.VERIFIER_READ, HackSign.ANSWER_SHOWN}
     assert {name: metrics[name] for name in metrics if name.startswith("hack/")} == {

@@ -7,12 +7,13 @@ the ledger says which. Nothing here samples, trains, waits or reads a file, and 
 from pilotage.algorithms.advantages import group_relative, has_spread
 from pilotage.algorithms.credit import to_samples
 from pilotage.algorithms.gap import LogprobGap, logprob_gap
-from pilotage.algorithms.groups import StepBatch, build_batch
+from pilotage.algorithms.groups import BatchRules, StepBatch, build_batch
 from pilotage.algorithms.losses import LossValue, TrainedTokens, policy_loss
 from pilotage.algorithms.staleness import mask_stale
 from pilotage.algorithms.versions import WeightsVersions
 
 __all__ = [
+    "BatchRules",
     "LogprobGap",
     "LossValue",
     "StepBatch",

@@ -6,7 +6,7 @@ meets its trainer and its runner through Protocols; it does not know which they 
 """
 
 from pilotage.loops.rollout_files import read_rollout, write_rollout
-from pilotage.loops.run_directory import RunDirectory
+from pilotage.loops.run_directory import RunDirectory, TrainedGroups
 from pilotage.loops.schedule import Stragglers
 from pilotage.loops.settings import EvaluationSettings, LoopSettings
 from pilotage.loops.training_loop import Observer, TrainingLoop
@@ -17,6 +17,7 @@ __all__ = [
     "Observer",
     "RunDirectory",
     "Stragglers",
+    "TrainedGroups",
     "TrainingLoop",
     "read_rollout",
     "write_rollout",

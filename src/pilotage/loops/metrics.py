@@ -151,6 +151,7 @@ def step_metrics(
         "group/trained": batch.num_groups_trained,
         "group/too_small": batch.num_groups_too_small,
         "group/no_spread": batch.num_groups_without_spread,
+        "group/filtered": batch.num_groups_filtered,
         "time/rollouts_s": times.rollouts_s,
         "time/train_s": times.train_s,
         "time/publish_s": times.publish_s,

@@ -1,8 +1,8 @@
 """Which rollouts a run asks for. All of it follows from the seed and a number, so none of it is saved.
 
 Training goes along an endless row of groups: group n is the n-th task of epochs that are shuffled each for
-itself, and its rollouts are named after where it stands, `step-0003-01` for the second group of the third
-step. Where groups overtake each other the step that trains one may be another.
+itself (unless a curriculum chooses it), and its rollouts are named after where it stands, `step-0003-01` for
+the second group of the third step. Where groups overtake each other the step that trains one may be another.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def rollout_seed(seed: int, rollout_id: str) -> int:
 
 
 def task_of_group(tasks: Sequence[Task], number: int, *, seed: int) -> Task:
-    """Return the task of the group with that number, from 0."""
+    """Return the task of the group with that number, from 0, where every epoch holds each task once."""
     epoch, index = divmod(number, len(tasks))
     return tasks[np.random.default_rng([seed, epoch]).permutation(len(tasks))[index]]
 
@@ -32,11 +32,15 @@ def folder_of_group(number: int, *, tasks_per_step: int) -> str:
     return f"step-{number // tasks_per_step + 1:04d}"
 
 
-def group_requests(tasks: Sequence[Task], number: int, *, settings: LoopSettings) -> list[RolloutRequest]:
-    """Return the rollouts of a group."""
-    task = task_of_group(tasks, number, seed=settings.seed)
-    per_step = settings.tasks_per_step
-    group = f"{folder_of_group(number, tasks_per_step=per_step)}-{number % per_step:02d}"
+def id_of_group(number: int, *, tasks_per_step: int) -> str:
+    """Return the name of a group, with which the names of its rollouts begin."""
+    folder = folder_of_group(number, tasks_per_step=tasks_per_step)
+    return f"{folder}-{number % tasks_per_step:02d}"
+
+
+def group_requests(task: Task, number: int, *, settings: LoopSettings) -> list[RolloutRequest]:
+    """Return the rollouts of the group with that number, which works on `task`."""
+    group = id_of_group(number, tasks_per_step=settings.tasks_per_step)
     return [
         _request(f"{group}-{index:02d}", group, task, settings=settings, temperature=None)
         for index in range(settings.group_size)

@@ -1,6 +1,6 @@
 """A run on disk. Killed at any instruction, it can be resumed from its newest whole checkpoint.
 
-config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  reward_graph.svg
+config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  groups.jsonl  reward_graph.svg
 rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/, step-0010.json
 """
 
@@ -9,7 +9,8 @@ import hashlib
 import shutil
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +62,17 @@ def _objects(path: Path) -> list[dict[str, Any]]:
         except orjson.JSONDecodeError:
             continue
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedGroups:
+    """Which groups of rollouts made the batch of a step."""
+
+    step: int
+    trainer_version: int
+    """weights_version of the trainer when it computed the gradient."""
+    groups: Sequence[str]
+    """Their ids, those of groups set aside included."""
 
 
 class RunDirectory:
@@ -156,6 +168,11 @@ class RunDirectory:
         """What a person would act on, a JSON object a line."""
         return self.path / "events.jsonl"
 
+    @property
+    def groups_path(self) -> Path:
+        """What each step trained, and what a curriculum chose; a JSON object a line."""
+        return self.path / "groups.jsonl"
+
     def config(self) -> dict[str, Any]:
         """Return the resolved config that the run was started with.
 
@@ -190,6 +207,24 @@ class RunDirectory:
         """Return the records that a resume keeps: those that the newest checkpoint has behind it."""
         newest = self.newest_checkpoint()
         return [] if newest is None else [record for record in self.metrics() if record["step"] <= newest]
+
+    def write_group(self, number: int, task_id: str, pass_rate: float | None = None) -> None:
+        """Append which task a group works on, or its pass rate; see `loops.curriculum`."""
+        record = {"group": number, "task": task_id} | ({} if pass_rate is None else {"pass_rate": pass_rate})
+        append_line(self.groups_path, orjson.dumps(record))
+
+    def group_records(self) -> list[dict[str, Any]]:
+        """Return what `write_group` wrote, oldest first."""
+        return [record for record in _objects(self.groups_path) if "group" in record]
+
+    def write_trained(self, trained: TrainedGroups) -> None:
+        """Append what a step trains, before its record is written."""
+        append_line(self.groups_path, orjson.dumps(asdict(trained)))
+
+    def trained_groups(self) -> dict[int, TrainedGroups]:
+        """Return by step what `write_trained` wrote; of a step that was done again, the last."""
+        records = [record for record in _objects(self.groups_path) if "step" in record]
+        return {record["step"]: TrainedGroups(**record) for record in records}
 
     def add_rollout(self, folder: str, rollout: Rollout) -> None:
         """Write a rollout to `rollouts/FOLDER/` and its line there, and its `.error` file where it failed."""
@@ -229,6 +264,11 @@ class RunDirectory:
     def rollout_files(self) -> list[Path]:
         """Return every rollout file, in order of step and id."""
         return sorted((self.path / "rollouts").glob("*/*.json.gz"))
+
+    def files_of_group(self, group_id: str) -> list[Path]:
+        """Return the rollout files of a group to train on, in order of id."""
+        folder = group_id.rpartition("-")[0]
+        return sorted((self.path / "rollouts" / folder).glob(f"{group_id}-*.json.gz"))
 
     # --- checkpoints ---
 

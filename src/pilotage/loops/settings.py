@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pilotage.algorithms import BatchRules
+from pilotage.loops.curriculum import CurriculumSettings
 from pilotage.loops.schedule import Stragglers
 from pilotage.types import (
     CUT_SHORT_OUTCOMES,
@@ -50,10 +52,18 @@ class LoopSettings(BaseModel):
     """Whether the trainer waits for groups that would else exceed `max_lag`, or masks their old tokens."""
     refill: bool = False
     """Whether a group that gives no gradient is replaced by the next one, and not a smaller batch made."""
+    curriculum: CurriculumSettings | None = None
+    """Draws tasks by their pass rates; without it each epoch holds every task once."""
     checkpoint_every_steps: int = Field(default=5, ge=1)
     """Also after the last step."""
     scale_advantages_by_std: bool = False
     """Whether advantages are divided by their group's deviation."""
+    max_rollout_tokens: int | None = Field(default=None, ge=1)
+    """A rollout that sampled more tokens is masked, and out of its group's baseline."""
+    min_group_reward: float | None = None
+    """A group with a smaller mean reward is dropped ..."""
+    max_group_reward: float | None = None
+    """... and so is one with a larger mean."""
     max_idle_steps: int = Field(default=5, ge=1)
     """The run stops after this many steps in a row without a gradient, or so many steps' groups to refill."""
     turns_exhausted: CutShort = "mask"
@@ -83,6 +93,25 @@ class LoopSettings(BaseModel):
                 "training needs sampling.top_p = 1 and sampling.top_k = 0: both renormalise the log-probs"
             )
         return self
+
+    @model_validator(mode="after")
+    def _keep_some_groups(self) -> Self:
+        low, high = self.min_group_reward, self.max_group_reward
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"min_group_reward {low} is above max_group_reward {high}: no group would be left"
+            )
+        return self
+
+    def batch_rules(self) -> BatchRules:
+        """Return how the rollouts of a step become a batch."""
+        return BatchRules(
+            outcomes=self.outcome_rules(),
+            scale_by_std=self.scale_advantages_by_std,
+            max_rollout_tokens=self.max_rollout_tokens,
+            min_group_reward=self.min_group_reward,
+            max_group_reward=self.max_group_reward,
+        )
 
     def outcome_rules(self) -> dict[Outcome, OutcomeRule]:
         """Return the table of outcomes with this recipe's choices; what is masked is out of the baseline."""

@@ -11,13 +11,14 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from pilotage.errors import RunDirectoryError
 from pilotage.files import append_line
 from pilotage.loops.rollout_files import read_rollout
-from pilotage.types import Outcome, Reward, Rollout, Trajectory
+from pilotage.types import FinishReason, Outcome, Reward, Rollout, SamplingParams, Trajectory, Turn
 
 SUMMARY_FILE = "summaries.jsonl"
 
@@ -51,7 +52,7 @@ class Summary:
     fault: str = ""
 
     def skeleton(self) -> Rollout:
-        """Return the rollout without its turns: all that its siblings' advantages depend on."""
+        """Return what its siblings' advantages depend on: its tokens are one turn that nobody received."""
         reward = None
         if self.reward is not None:
             reward = Reward(value=self.reward, key=self.reward_key, source="")
@@ -62,8 +63,23 @@ class Summary:
             attempt=self.attempt,
             outcome=Outcome(self.outcome),
             reward=reward,
-            trajectory=Trajectory(),
+            trajectory=Trajectory(turns=(_lost_turn(self.sampled_tokens),)),
         )
+
+
+def _lost_turn(sampled_tokens: int) -> Turn:
+    return Turn(
+        parent=None,
+        context_ids=np.zeros(0, np.int32),
+        completion_ids=np.zeros(sampled_tokens, np.int32),
+        logprobs=np.zeros(sampled_tokens, np.float32),
+        weights_versions=np.zeros(sampled_tokens, np.int32),
+        finish_reason=FinishReason.STOP,
+        sampling=SamplingParams(),
+        is_delivered=False,
+        started_at=0.0,
+        finished_at=0.0,
+    )
 
 
 _SUMMARY = TypeAdapter(Summary)

@@ -23,9 +23,16 @@ from typing import Protocol
 from pilotage.algorithms import build_batch, mask_stale
 from pilotage.errors import ConfigError, PilotageError, SamplerError, TrainerError
 from pilotage.interfaces import MetricSink, RolloutRunner, Trainer
+from pilotage.loops.curriculum import Curriculum
 from pilotage.loops.metrics import StepTimes, evaluation_metrics, step_metrics
-from pilotage.loops.requests import evaluation_requests, folder_of_group, group_requests
-from pilotage.loops.run_directory import RunDirectory
+from pilotage.loops.requests import (
+    evaluation_requests,
+    folder_of_group,
+    group_requests,
+    id_of_group,
+    task_of_group,
+)
+from pilotage.loops.run_directory import RunDirectory, TrainedGroups
 from pilotage.loops.schedule import Position, Schedule
 from pilotage.loops.settings import LoopSettings
 from pilotage.types import ForwardBackwardResult, Outcome, Rollout, RolloutRequest, Sample, StepResult, Task
@@ -103,12 +110,17 @@ class TrainingLoop:
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._settings = settings
-        self._rules = settings.outcome_rules()
+        self._rules = settings.batch_rules()
         self._observer = observer
         self._sinks = sinks
         self._weights_version = 0
         self._last_step = -1
         self._schedule = self._schedule_from(None)
+        self._curriculum = (
+            None
+            if settings.curriculum is None
+            else Curriculum(train_tasks, settings.curriculum, seed=settings.seed, records=run)
+        )
         self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
         """Groups that no step has trained yet."""
         self._group_ended = asyncio.Event()
@@ -184,9 +196,12 @@ class TrainingLoop:
         """Do one step; return whether it changed the weights."""
         started = _now()
         self._observer.on_phase("rollouts", step, self._settings.tasks_per_step * self._settings.group_size)
-        rollouts = await self._next_batch()
+        numbers = await self._next_batch()
+        rollouts = [rollout for number in numbers for rollout in self._groups.pop(number).result()]
         _require_sampler(rollouts, f"rollouts of step {step}")
-        learning = asyncio.create_task(self._learn(step, rollouts, rollouts_s=_now() - started))
+        names = [id_of_group(number, tasks_per_step=self._settings.tasks_per_step) for number in numbers]
+        trained = TrainedGroups(step=step, trainer_version=self._weights_version, groups=names)
+        learning = asyncio.create_task(self._learn(trained, rollouts, rollouts_s=_now() - started))
         evaluation: dict[str, float] = {}
         try:
             await asyncio.shield(learning)
@@ -199,23 +214,25 @@ class TrainingLoop:
         return has_update
 
     async def _learn(
-        self, step: int, rollouts: Sequence[Rollout], *, rollouts_s: float
+        self, groups: TrainedGroups, rollouts: Sequence[Rollout], *, rollouts_s: float
     ) -> tuple[dict[str, float], bool]:
         """Update and publish; return the step's record so far, and whether there was a gradient."""
         collected = _now()
         settings = self._settings
-        behaviour_version = self._weights_version
-        whole = build_batch(rollouts, self._rules, scale_by_std=settings.scale_advantages_by_std)
-        batch = mask_stale(whole, trainer_version=behaviour_version, max_lag=settings.max_lag)
-        self._observer.on_phase("train", step, 0)
+        whole = build_batch(rollouts, self._rules)
+        batch = mask_stale(whole, trainer_version=groups.trainer_version, max_lag=settings.max_lag)
+        self._run_directory.write_trained(groups)
+        self._observer.on_phase("train", groups.step, 0)
         update = await self._update(batch.samples) if batch.samples else None
         trained = _now()
         if update is not None:
             self._weights_version = await self._trainer.publish()
         times = StepTimes(rollouts_s=rollouts_s, train_s=trained - collected, publish_s=_now() - trained)
-        record = step_metrics(rollouts, batch, update=update, times=times, trainer_version=behaviour_version)
+        record = step_metrics(
+            rollouts, batch, update=update, times=times, trainer_version=groups.trainer_version
+        )
         record |= {
-            "step": step,
+            "step": groups.step,
             "weights_version": self._weights_version,
             "queue/open_groups": self._schedule.num_open,
             "queue/ready_groups": self._schedule.num_ready,
@@ -261,13 +278,13 @@ class TrainingLoop:
 
     # --- rollouts ---
 
-    async def _next_batch(self) -> list[Rollout]:
-        """Wait for the groups of the next step, and keep as many under way as may be."""
+    async def _next_batch(self) -> tuple[int, ...]:
+        """Return the groups of the next step once they are done, and keep as many under way as may be."""
         limit = self._settings.max_idle_steps * self._settings.tasks_per_step
         while True:
             self._start_groups()
             if (numbers := self._schedule.take()) is not None:
-                return [rollout for number in numbers for rollout in self._groups.pop(number).result()]
+                return numbers
             if self._schedule.set_aside_in_a_row >= limit:
                 raise _no_gradient(f"{limit} groups")
             await self._group_ended.wait()
@@ -278,17 +295,24 @@ class TrainingLoop:
 
     def _start_groups(self) -> None:
         while (number := self._schedule.start()) is not None:
-            self._groups[number] = asyncio.create_task(self._run_group(number))
+            self._groups[number] = asyncio.create_task(self._run_group(number, self._task_of(number)))
 
-    async def _run_group(self, number: int) -> list[Rollout]:
+    def _task_of(self, number: int) -> Task:
+        if self._curriculum is not None:
+            return self._curriculum.task_of(number)
+        return task_of_group(self._train_tasks, number, seed=self._settings.seed)
+
+    async def _run_group(self, number: int, task: Task) -> list[Rollout]:
         """Run those rollouts of a group that are not on disk; in the order of the requests."""
         settings = self._settings
         folder = folder_of_group(number, tasks_per_step=settings.tasks_per_step)
         try:
             rollouts = await _all(
                 self._kept_or_run(folder, request)
-                for request in group_requests(self._train_tasks, number, settings=settings)
+                for request in group_requests(task, number, settings=settings)
             )
+            if self._curriculum is not None:
+                self._curriculum.finish(number, rollouts)
             counts = not settings.refill or bool(build_batch(rollouts, self._rules).samples)
             self._schedule.finish(number, counts=counts)
             return rollouts

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from pilotage.algorithms import build_batch
+from pilotage.algorithms import build_batch, mask_stale
 from pilotage.errors import ConfigError
 from pilotage.loops import LoopSettings, RunDirectory, read_rollout
 from pilotage.ops.formats import atif_trajectory, fine_tuning_rows, rollout_details
@@ -29,19 +29,25 @@ def trained_rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
         ConfigError: the files of a step's rollouts do not add up to its record.
     """
     settings = LoopSettings.model_validate(run.config().get("loop", {}))
+    trained = run.trained_groups()
     for record in run.metrics():
         if "ledger/trained_tokens" not in record:
             continue  # an evaluation only
         step = int(record["step"])
-        files = sorted((run.path / "rollouts" / f"step-{step:04d}").glob("*.json.gz"))
+        if step not in trained:
+            raise ConfigError(f"{run.groups_path} does not say which groups step {step} trained; restore it")
+        files = [file for group in trained[step].groups for file in run.files_of_group(group)]
         rollouts = {rollout.id: rollout for rollout in map(read_rollout, files)}
-        batch = build_batch(
-            list(rollouts.values()), settings.outcome_rules(), scale_by_std=settings.scale_advantages_by_std
+        batch = mask_stale(
+            build_batch(list(rollouts.values()), settings.batch_rules()),
+            trainer_version=trained[step].trainer_version,
+            max_lag=settings.max_lag,
         )
         if batch.ledger.trained_tokens != record["ledger/trained_tokens"]:
             raise ConfigError(
                 f"{run.path}: step {step} trained {record['ledger/trained_tokens']:.0f} tokens, and its"
-                f" rollout files have {batch.ledger.trained_tokens}; restore rollouts/step-{step:04d}"
+                f" rollout files have {batch.ledger.trained_tokens}; restore those of"
+                f" {', '.join(trained[step].groups)}"
             )
         for sample in batch.samples:
             yield _row(step, sample, rollouts[sample.sequence_id])

@@ -9,7 +9,8 @@ class Ledger:
     """Counts of sampled tokens; it balances by construction, or it does not exist.
 
     masked: in the batch but not in the loss. dropped: not in the batch. Each with a reason, which is the
-    name of an outcome, `orphan`, `no_spread`, `group_too_small`, `first_token` or `stale`.
+    name of an outcome, `orphan`, `first_token`, `stale`, `too_long`, `no_spread`, `group_too_small` or
+    `group_reward`.
     """
 
     sampled_tokens: int

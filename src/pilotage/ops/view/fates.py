@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pilotage.algorithms import build_batch
-from pilotage.ops.view.library import TrainingRules
+from pilotage.algorithms import build_batch, mask_stale
+from pilotage.loops import LoopSettings, TrainedGroups
 from pilotage.types import Rollout, Trajectory
 
 
@@ -39,16 +39,22 @@ class RolloutFate:
     """Tokens that are not trained, by kind and reason; earlier attempts included."""
 
 
-def fate_of(rollout: Rollout, siblings: Sequence[Rollout], rules: TrainingRules) -> RolloutFate:
+def fate_of(
+    rollout: Rollout, siblings: Sequence[Rollout], settings: LoopSettings, *, step: TrainedGroups | None
+) -> RolloutFate:
     """Say what a step did with the tokens of `rollout`.
 
     Args:
-        siblings: the other rollouts of its group; their turns are not read, and may be left out.
+        siblings: the other rollouts of its group, or their skeletons.
+        step: the groups of the step that trained it; None where none has yet: tokens are as new as may be.
     """
-    trajectory = rollout.trajectory
+    trajectory, rules = rollout.trajectory, settings.batch_rules()
     shadow = replace(rollout, trajectory=_numbered(trajectory))
-    others = [replace(sibling, trajectory=Trajectory(), discarded_tokens={}) for sibling in siblings]
-    batch = build_batch([shadow, *others], rules.outcomes, scale_by_std=rules.scale_by_std)
+    compared = [sibling for sibling in siblings if not rules.is_too_long(sibling)]
+    others = [replace(sibling, trajectory=Trajectory(), discarded_tokens={}) for sibling in compared]
+    batch = build_batch([shadow, *others], rules)
+    if step is not None:
+        batch = mask_stale(batch, trainer_version=step.trainer_version, max_lag=settings.max_lag)
     trained = np.zeros(trajectory.sampled_tokens, np.bool_)
     advantages = np.zeros(trajectory.sampled_tokens, np.float32)
     for sample in batch.samples:

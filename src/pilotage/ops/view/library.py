@@ -2,18 +2,16 @@
 that a browser sent."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from pilotage.errors import ConfigError, RunDirectoryError
-from pilotage.loops import LoopSettings, RunDirectory
+from pilotage.loops import LoopSettings, RunDirectory, TrainedGroups
 from pilotage.ops import status
 from pilotage.ops.report import Record
 from pilotage.ops.status import how_it_ended
 from pilotage.pid_lock import is_held
-from pilotage.types import Outcome, OutcomeRule
 
 
 class RunState(StrEnum):
@@ -24,14 +22,6 @@ class RunState(StrEnum):
     FINISHED = "finished"
     STOPPED = "stopped"
     """Neither: killed, failed, or it runs on another machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRules:
-    """What a recipe says about how a step's rollouts become a batch."""
-
-    outcomes: Mapping[Outcome, OutcomeRule]
-    scale_by_std: bool
 
 
 class Run:
@@ -64,13 +54,17 @@ class Run:
         """Return the model directory of the policy, empty where the config names none."""
         return str(self.section("policy").get("model", ""))
 
-    def rules(self) -> TrainingRules | None:
-        """Return the recipe's rules; None where this version of Pilotage cannot read them."""
+    def settings(self) -> LoopSettings | None:
+        """Return the recipe's settings of the loop; None where this version of Pilotage cannot read them."""
         try:
-            settings = LoopSettings.model_validate(self.section("loop"))
+            return LoopSettings.model_validate(self.section("loop"))
         except ValueError:
             return None
-        return TrainingRules(outcomes=settings.outcome_rules(), scale_by_std=settings.scale_advantages_by_std)
+
+    def trained_with(self, group_id: str) -> TrainedGroups | None:
+        """Return the groups of the step that trained a group, itself among them; None where none has."""
+        steps = self.directory.trained_groups().values()
+        return next((trained for trained in steps if group_id in trained.groups), None)
 
     def metrics(self) -> list[Record]:
         """Return the records that have a step, oldest first."""

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pilotage.algorithms import build_batch
+from pilotage.algorithms import BatchRules, build_batch
 from pilotage.loops.summaries import Summary
 from pilotage.ops.alarms import Alarm, find_alarms
 from pilotage.ops.report import Record, totals, training_steps
 from pilotage.ops.view.charts import Chart, Span, chart, series, sparkline, waterfall
-from pilotage.ops.view.library import Run, RunState, TrainingRules, step_of
+from pilotage.ops.view.library import Run, RunState, step_of
 from pilotage.ops.watch import surroundings
 
 _WIDE, _NARROW = (960.0, 260.0), (360.0, 220.0)
@@ -169,7 +169,7 @@ class GroupView:
     advantages: Mapping[str, float]
 
 
-def groups(summaries: Sequence[Summary], rules: TrainingRules | None) -> list[GroupView]:
+def groups(summaries: Sequence[Summary], rules: BatchRules | None) -> list[GroupView]:
     """Return groups in the order of their first rollout.
 
     Args:
@@ -181,15 +181,20 @@ def groups(summaries: Sequence[Summary], rules: TrainingRules | None) -> list[Gr
     return [_group(name, rollouts, rules) for name, rollouts in members.items()]
 
 
-def _group(name: str, rollouts: list[Summary], rules: TrainingRules | None) -> GroupView:
+def _group(name: str, rollouts: list[Summary], rules: BatchRules | None) -> GroupView:
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     verdict, advantages = "", dict[str, float]()
     if rules is not None:
         whole = [rollout.skeleton() for rollout in rollouts if not rollout.fault]
-        batch = build_batch(whole, rules.outcomes, scale_by_std=rules.scale_by_std)
+        batch = build_batch(whole, rules)
         advantages = dict(batch.advantages)
-        verdict = "too small" if batch.num_groups_too_small else "no spread"
-        verdict = "compared" if advantages else verdict
+        verdict = "compared"
+        if batch.num_groups_too_small:
+            verdict = "too small"
+        elif batch.num_groups_without_spread:
+            verdict = "no spread"
+        elif batch.num_groups_filtered:
+            verdict = "filtered by reward"
     return GroupView(
         id=name,
         task=rollouts[0].task,
@@ -232,6 +237,7 @@ def step_context(run: Run, folder: str, summaries: Sequence[Summary]) -> dict[st
     """Return what the page of a step or an evaluation shows."""
     record = run.record(step_of(folder))
     is_training = folder.startswith("step-")
+    settings = run.settings() if is_training else None
     names = run.folders()
     at = names.index(folder)
     return {
@@ -240,7 +246,7 @@ def step_context(run: Run, folder: str, summaries: Sequence[Summary]) -> dict[st
         "step": step_of(folder),
         "is_training": is_training,
         "record": record,
-        "groups": groups(summaries, run.rules() if is_training else None),
+        "groups": groups(summaries, None if settings is None else settings.batch_rules()),
         "outcomes": dict(Counter(summary.outcome or "unreadable" for summary in summaries).most_common()),
         "phases": waterfall(_phases(record)) if is_training else None,
         "spans": waterfall(step_spans(summaries, f"/runs/{run.name}/rollouts/")),

@@ -74,11 +74,11 @@ def _fate(
 ) -> tuple[RolloutFate | None, str]:
     if not is_training:
         return None, "an evaluation trains nothing"
-    rules = run.rules()
-    if rules is None:
+    settings = run.settings()
+    if settings is None:
         return None, "this version cannot read the run's [loop] settings, so it cannot say what was trained"
     others = [item.skeleton() for item in siblings if item.id != rollout.id and not item.fault]
-    return fate_of(rollout, others, rules), ""
+    return fate_of(rollout, others, settings, step=run.trained_with(rollout.group_id)), ""
 
 
 def _phases(rollout: Rollout) -> list[Span]:
