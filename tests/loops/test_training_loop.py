@@ -10,7 +10,7 @@ from tests.loops.rig import TOKENS_PER_ROLLOUT, CountingTrainer, Rig, Watcher, m
 from pilotage.errors import ConfigError, SamplerError, TrainerError
 from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, TrainingLoop, read_rollout
 from pilotage.loops.curriculum import CurriculumSettings
-from pilotage.types import BranchCause, Ledger, Outcome
+from pilotage.types import AdamParams, BranchCause, Ledger, Outcome
 
 SETTINGS = LoopSettings(
     num_steps=5,
@@ -64,6 +64,20 @@ async def test_a_record_counts_what_happened(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {key: first[key] for key in expected} == expected
     assert first["reward/mean"] == pytest.approx(first["reward/f1"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"), [("constant", [1e-4] * 5), ("linear", [1e-4, 8e-5, 6e-5, 4e-5, 2e-5])]
+)
+async def test_the_learning_rate_follows_its_schedule(
+    tmp_path: Path, schedule: str, rates: list[float]
+) -> None:
+    settings = SETTINGS.model_copy(
+        update={"lr_schedule": schedule, "optimizer": AdamParams(learning_rate=1e-4)}
+    )
+    await Rig(settings=settings).run(tmp_path / "run")
+    records = RunDirectory(tmp_path / "run").metrics()
+    assert [record["optim/lr"] for record in records[1:]] == pytest.approx(rates)
 
 
 async def test_the_ledger_balances_in_every_step(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The warm start's data: what may be learnt from a batch, and what renaming words leaves as it was."""
 
 import json
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,9 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pilotage.cli import main
 from pilotage.recipes import load_recipe
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
-from pilotage.recipes.warmstart import MAX_SEARCHES, _searches, copy_batch, shuffle_words, task_words
+from pilotage.recipes.warmstart import (
+    MAX_SEARCHES,
+    MODEL_STEPS,
+    ROLLOUTS_PER_TASK,
+    _searches,
+    copy_batch,
+    shuffle_words,
+    task_words,
+)
 from pilotage.rendering import TokenizerFile
 from pilotage.types import Sample, Task
 
@@ -148,3 +159,35 @@ def test_of_many_choices_of_names_the_same_sample_is_searched_and_of_few_all(tmp
     assert len(set(many)) == len(many) == MAX_SEARCHES
     assert all(1 <= len(choice) <= 3 for choice in many)
     assert _searches(task, [f"name{number}" for number in range(20)]) == many
+
+
+@pytest.mark.agents
+def test_a_model_that_there_is_learns_to_imitate_and_keeps_its_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "demo", "--out", str(tmp_path / "tasks"), "--train", "4", "--held-out", "2"]) == 0
+    train = f'tasks.train=["{tmp_path / "tasks" / "train"}"]'
+    held_out = f'tasks.held_out=["{tmp_path / "tasks" / "held_out"}"]'
+    out = tmp_path / "policy"
+    command = ["warmstart", str(RECIPES / "demo.toml"), "--model", str(RECIPES / "demo" / "policy")]
+    assert main([*command, "--out", str(out), train, held_out, "rollouts.workers=0"]) == 0
+    losses = [float(found) for found in re.findall(r"imitation: .* loss (\S+)", capsys.readouterr().out)]
+    assert len(losses) == MODEL_STEPS // 5
+    assert losses[-1] < losses[0]
+    kept = (out / "tokenizer.json").read_bytes()
+    assert kept == (RECIPES / "demo" / "policy" / "tokenizer.json").read_bytes()
+    assert json.loads((out / "warm_start.json").read_text())["demonstrations"] == 4 * ROLLOUTS_PER_TASK
+    assert not (out / "optimizer.safetensors").exists()
+
+
+def test_a_model_with_a_template_that_the_demonstrations_are_not_written_in_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(RECIPES / "demo" / "policy", tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{{- 'more' -}}"
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    command = ["warmstart", str(RECIPES / "demo.toml"), "--model", str(model)]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    assert "written in the ChatML of this project, and no other" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -266,9 +266,10 @@ def _add_training(commands: _Commands) -> None:
     rollout.add_argument("--policy", type=Path, metavar="DIR", help="checkpoint; default: the recipe's model")
     rollout.set_defaults(command=("train", "rollout"))
 
-    warm_start = commands.add_parser("warmstart", help="build the tiny policy that the demo starts from")
+    warm_start = commands.add_parser("warmstart", help="build a policy for the demo to start from")
     _recipe_arguments(warm_start)
     warm_start.add_argument("--out", type=Path, required=True, metavar="DIR")
+    warm_start.add_argument("--model", type=Path, metavar="DIR", help="imitates; default: a new tiny one")
     warm_start.set_defaults(command=("train", "warm_start"))
 
 

@@ -232,11 +232,11 @@ async def rollout(arguments: argparse.Namespace) -> int:
 
 
 async def warm_start(arguments: argparse.Namespace) -> int:
-    """Build the tiny policy."""
+    """Build a policy to start from."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     from pilotage.recipes.warmstart import warm_start as build
 
     async with _terminable():
-        await build(recipe, arguments.out, report=lambda line: print(line, flush=True))
+        await build(recipe, arguments.out, model=arguments.model, report=lambda line: print(line, flush=True))
     print(f"wrote {arguments.out}")
     return 0

@@ -1,5 +1,6 @@
 """Settings of the loop, as they stand in a recipe."""
 
+from dataclasses import replace
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -77,6 +78,15 @@ class LoopSettings(BaseModel):
     evaluation: EvaluationSettings = EvaluationSettings()
     loss: LossConfig = LossConfig()
     optimizer: AdamParams = AdamParams()
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """`linear`: `optimizer.learning_rate` holds in the first step, and falls evenly to 0 after the last."""
+
+    def optimizer_at(self, step: int) -> AdamParams:
+        """Return the settings of the optimizer in a step, counted from 1."""
+        if self.lr_schedule == "constant":
+            return self.optimizer
+        left = (self.num_steps - step + 1) / self.num_steps
+        return replace(self.optimizer, learning_rate=self.optimizer.learning_rate * left)
 
     @model_validator(mode="after")
     def _keep_the_ratio_true(self) -> Self:

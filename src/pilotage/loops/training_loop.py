@@ -223,7 +223,7 @@ class TrainingLoop:
         batch = mask_stale(whole, trainer_version=groups.trainer_version, max_lag=settings.max_lag)
         self._run_directory.write_trained(groups)
         self._observer.on_phase("train", groups.step, 0)
-        update = await self._update(batch.samples) if batch.samples else None
+        update = await self._update(groups.step, batch.samples) if batch.samples else None
         trained = _now()
         if update is not None:
             self._weights_version = await self._trainer.publish()
@@ -239,9 +239,9 @@ class TrainingLoop:
         }
         return record, update is not None
 
-    async def _update(self, samples: Sequence[Sample]) -> tuple[ForwardBackwardResult, StepResult]:
+    async def _update(self, step: int, samples: Sequence[Sample]) -> tuple[ForwardBackwardResult, StepResult]:
         measured = await self._trainer.forward_backward(samples, self._settings.loss)
-        return measured, await self._trainer.step(self._settings.optimizer)
+        return measured, await self._trainer.step(self._settings.optimizer_at(step))
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         if not self._held_out_tasks:

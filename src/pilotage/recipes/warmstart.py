@@ -1,5 +1,6 @@
-"""Build the tiny policy that the demo starts from: tokenizer, copy prior, demonstrations, imitation.
+"""Warm starts: the tiny policy of the demo from nothing, or a model that there is by imitation alone.
 
+The tiny policy takes a tokenizer, a copy prior, demonstrations and imitation.
 Everything follows from the recipe, its tasks and a seed. Demonstrations are real rollouts by a script (see
 `demonstrations`), recorded by the proxy; training reads the recorded ids. In most of them the words are
 shuffled first, the same word to the same word throughout, so that a word can only be learnt by copying it.
@@ -30,7 +31,7 @@ from pilotage.recipes.demonstrations import QUERY_SIZES, DemonstrationSampler
 from pilotage.recipes.embedded import open_local
 from pilotage.recipes.stack import open_runner
 from pilotage.recipes.tiny_tokenizer import write_tokenizer
-from pilotage.rendering import TokenizerFile, load_renderer
+from pilotage.rendering import CHATML_TEMPLATE, ChatTemplate, TokenizerFile, load_renderer
 from pilotage.rollouts.code_search import search_command, search_result
 from pilotage.types import (
     AdamParams,
@@ -65,6 +66,9 @@ COMMON = 0.4
 MAX_SEARCHES = 40
 """Searches of one task that the vocabulary is made from. Tasks of one package share its tree, so what one
 leaves out another finds; a word that all leave out is spelled in bytes."""
+MODEL_STEPS = 40
+MODEL_BATCH_SIZE = 8
+_MODEL_RATE = 2e-5
 _COPY_RATE, _IMITATION_RATE = 1e-3, 2e-3
 _BETA2 = 0.98
 _LOSS = LossConfig(policy_loss=PolicyLoss.CROSS_ENTROPY, reduction=Reduction.TOKEN_MEAN)
@@ -233,27 +237,51 @@ def _shuffled(sample: Sample, kinds: Sequence[np.ndarray], rng: np.random.Genera
     return sample
 
 
-async def warm_start(recipe: Recipe, out: Path, *, report: Report) -> None:
+async def imitate(engine: LocalEngine, samples: Sequence[Sample], *, seed: int, report: Report) -> None:
+    """Train a model that speaks already to imitate the demonstrations: it has to learn their format only."""
+    rng = np.random.default_rng(seed)
+    for step in range(MODEL_STEPS):
+        batch = [samples[index] for index in rng.choice(len(samples), MODEL_BATCH_SIZE, replace=False)]
+        result = await engine.forward_backward(batch, _LOSS)
+        await engine.step(_rate(step, MODEL_STEPS, _MODEL_RATE))
+        if step % 5 == 4:
+            report(f"imitation: step {step + 1}, loss {result.loss:.3f}")
+
+
+async def warm_start(recipe: Recipe, out: Path, *, model: Path | None, report: Report) -> None:
     """Build the policy in the new directory `out`, which appears only when it is whole.
 
+    Args:
+        model: a directory with the ChatML template of this project, which learns to imitate; None builds the
+            tiny policy.
+
     Raises:
-        ConfigError: `out` exists, or the demonstrations cannot be made.
+        ConfigError: `out` exists, the demonstrations cannot be made, or `model` writes calls in another way.
     """
     if out.exists():  # noqa: ASYNC240  # once, before anything runs
         raise ConfigError(f"{out} exists already; remove it, or choose another --out")
     building = out.with_name(f".{out.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    tokenizer_dir, initial, trials = building / "tokenizer", building / "initial", building / "trials"
-    vocab_size = await asyncio.to_thread(build_tokenizer, recipe, tokenizer_dir)
-    report(f"tokenizer: {vocab_size} pieces")
-    samples = await collect_demonstrations(recipe, tokenizer_dir, trials)
+    tokenizer_dir, initial = model or building / "tokenizer", model or building / "initial"
+    vocab_size = 0
+    if model is None:
+        vocab_size = await asyncio.to_thread(build_tokenizer, recipe, tokenizer_dir)
+        report(f"tokenizer: {vocab_size} pieces")
+    elif ChatTemplate.load(model).source.strip() != CHATML_TEMPLATE.strip():
+        raise ConfigError(f"{model}: demonstrations are written in the ChatML of this project, and no other")
+    samples = await collect_demonstrations(recipe, tokenizer_dir, building / "trials")
     report(f"demonstrations: {len(samples)} scripted rollouts")
-    create_policy(initial, config=POLICY, tokenizer_dir=tokenizer_dir, seed=recipe.loop.seed)
-    renderer = load_renderer(initial)
-    engine = await open_local(recipe, initial, renderer)
+    if model is None:
+        create_policy(initial, config=POLICY, tokenizer_dir=tokenizer_dir, seed=recipe.loop.seed)
+    engine = await open_local(recipe, initial, load_renderer(initial))
     try:
-        tokenizer = TokenizerFile.load(initial)
-        await train_warm_start(engine, samples, tokenizer, vocab_size, seed=recipe.loop.seed, report=report)
+        if model is None:
+            tokenizer = TokenizerFile.load(initial)
+            await train_warm_start(
+                engine, samples, tokenizer, vocab_size, seed=recipe.loop.seed, report=report
+            )
+        else:
+            await imitate(engine, samples, seed=recipe.loop.seed, report=report)
         await engine.save(building / "policy")
     finally:
         await engine.close()
