@@ -133,7 +133,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("python", help="of an environment with tinker-cookbook")
-    parser.add_argument("--sl-steps", type=int, default=50)
+    parser.add_argument("--sl-steps", type=int, default=100)
     parser.add_argument("--rl-steps", type=int, default=15)
     arguments = parser.parse_args()
     if not TOKENIZER.is_dir():
@@ -155,7 +155,7 @@ def main() -> None:
             steps = f"max_steps={arguments.sl_steps}"
             taught = run_recipe(
                 arguments.python, work, url, "sl_loop",
-                f"model_name={BASE}", "batch_size=8", "max_length=256", "learning_rate=0.01",
+                f"model_name={BASE}", "batch_size=8", "max_length=256", "learning_rate=0.003",
                 "train_on_what=last_assistant_message", steps,
             )  # fmt: skip
             shutil.copytree(saved_model(taught, work / "service"), work / TAUGHT)

@@ -52,7 +52,7 @@ NOT_RUN = {
     r"export TINKER_API_KEY|TINKER_API_KEY=": "needs a server of the Tinker API",
     r"python recipes/skyrl|python -m venv skyrl|JAX_PLATFORMS": "needs SkyRL, in an environment of its own",
     r"pilotage warmstart|python scripts/chaos.py": "takes minutes",
-    r"python scripts/fetch_smollm2|pilotage train recipes/smollm2": "fetches and trains a model of half a gigabyte",
+    r"python scripts/fetch_smollm2|pilotage train recipes/smollm2": "fetches and trains half a gigabyte",
 }
 
 

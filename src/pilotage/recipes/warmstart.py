@@ -66,9 +66,9 @@ COMMON = 0.4
 MAX_SEARCHES = 40
 """Searches of one task that the vocabulary is made from. Tasks of one package share its tree, so what one
 leaves out another finds; a word that all leave out is spelled in bytes."""
-MODEL_STEPS = 40
+MODEL_STEPS = 60
 MODEL_BATCH_SIZE = 8
-_MODEL_RATE = 2e-5
+_MODEL_RATE = 1e-4
 _COPY_RATE, _IMITATION_RATE = 1e-3, 2e-3
 _BETA2 = 0.98
 _LOSS = LossConfig(policy_loss=PolicyLoss.CROSS_ENTROPY, reduction=Reduction.TOKEN_MEAN)
