@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -193,6 +194,56 @@ def test_when_launcher_or_terminal_are_killed_the_driver_stops_cleanly(host: Hos
     os.kill(int(host.tmux("-L", "coin", "display-message", "-p", "#{pid}").stdout), signal.SIGKILL)
     until_stopped(run)
     until(lambda: host.leftovers() == [])
+
+
+def test_a_launched_runs_service_may_be_killed_and_its_job_ends_with_the_run(host: Host) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    recipe = (host.root / "recipe.toml").read_text()
+    (host.root / "recipe.toml").write_text(recipe.replace("[policy]", 'backend = "cortex"\n[policy]'))
+    host.environment["ARCTIC_CORTEX_BASE_URL"] = f"http://127.0.0.1:{port}"
+    service = serve_policies(host, port)
+    try:
+        run = launched(host)
+        service.kill()
+        service.wait()
+        service = serve_policies(host, port)
+        last = run.metrics()[-1]["step"]
+        until(lambda: run.metrics()[-1]["step"] > last + 2)
+        assert "driver_crashed" not in [event["event"] for event in run.events()]
+
+        stopped = host.pilotage("stop", "runs/coin")
+        assert stopped.returncode == 0, stopped.stderr
+        jobs = host.pilotage("jobs", "list", "--json").stdout
+        assert [job["status"] for job in json.loads(jobs)["jobs"]] == ["cancelled"]
+    finally:
+        service.terminate()
+        service.wait()
+    until(lambda: host.leftovers() == [])
+
+
+def serve_policies(host: Host, port: int) -> "subprocess.Popen[str]":
+    """Start a service and wait until it serves."""
+    command = [
+        sys.executable,
+        "-m",
+        "pilotage",
+        "serve",
+        "--no-auth",
+        "--models",
+        str(ROOT / "recipes" / "demo"),
+    ]
+    service = subprocess.Popen(
+        [*command, "--data", "service", "--port", str(port)],
+        cwd=host.root,
+        env=host.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert service.stdout is not None
+    assert "serving on" in service.stdout.readline()
+    return service
 
 
 def until_stopped(run: RunDirectory) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOW = Path(__file__).with_name("stock_flow.py")
+PROCESS = Path(__file__).with_name("stock_process.py")
 PILOTAGE = str(Path(sys.executable).with_name("pilotage"))
 
 
@@ -59,19 +59,39 @@ def stop(process: "subprocess.Popen[str]") -> None:
     assert process.wait(30) == 0
 
 
-def run_stock(arguments: list[str], **environment: str) -> str:
-    python = stock_python()
-    assert python is not None
-    done = subprocess.run(
-        [python, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env=os.environ | {"CORTEX_TRAINING_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"} | environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+class Stock:
+    """The stock client in a process of its own."""
+
+    def __init__(self) -> None:
+        python = stock_python()
+        assert python is not None
+        self.process = subprocess.Popen(
+            [python, str(PROCESS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"CORTEX_TRAINING_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, call: str, *words: str, **environment: str) -> str:
+        """Return what a command or a flow printed; AssertionError with what it complained of."""
+        request = {"call": call, "words": words, "environment": environment}
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        assert answer["code"] == 0, answer["error"][-3000:]
+        return answer["output"]
+
+
+@pytest.fixture(scope="module")
+def stock() -> Generator[Stock]:
+    started = Stock()
+    yield started
+    assert started.process.stdin is not None
+    started.process.stdin.close()
+    assert started.process.wait(30) == 0
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +102,9 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
 
 
 @pytest.fixture(scope="module")
-def seen(loopback: str) -> dict[str, Any]:
+def seen(stock: Stock, loopback: str) -> dict[str, Any]:
     """What the SDK's flow returned."""
-    return json.loads(run_stock([str(FLOW), "sdk", loopback]).splitlines()[-1])
+    return json.loads(stock.run("flow", "sdk", loopback).splitlines()[-1])
 
 
 def test_jobs_are_created_waited_for_listed_and_cancelled(seen: dict[str, Any]) -> None:
@@ -145,10 +165,9 @@ def test_a_stream_gives_every_result_once_and_then_its_end(seen: dict[str, Any])
     assert done == {"type": "done", "completed": 2, "failed": 0}
 
 
-def test_the_command_line_works_over_a_base_url(loopback: str, tmp_path: Path) -> None:
+def test_the_command_line_works_over_a_base_url(stock: Stock, loopback: str, tmp_path: Path) -> None:
     def command(*words: str) -> Any:
-        base = ["-m", "cortex_training._cli", "--base-url", loopback, "--database", "CORTEX_TRAINING_DB"]
-        output = run_stock([*base, *words])
+        output = stock.run("command", "--base-url", loopback, "--database", "CORTEX_TRAINING_DB", *words)
         return json.loads(output[output.index("{") :]) if "{" in output else output
 
     training = {
@@ -190,7 +209,14 @@ def test_the_command_line_works_over_a_base_url(loopback: str, tmp_path: Path) -
 def test_arctic_platforms_client_trains_samples_syncs_and_saves(loopback: str) -> None:
     if not _has_arctic():
         pytest.skip("needs the arctic-platform package beside the stock client")
-    seen = json.loads(run_stock([str(FLOW.with_name("arctic_flow.py")), loopback]).splitlines()[-1])
+    python = stock_python()
+    assert python is not None
+    flow = [python, str(PROCESS.with_name("arctic_flow.py")), loopback]
+    done = subprocess.run(
+        flow, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["logprobs"] == [2, 8]
     assert seen["step"]["global_steps"] == 1
     assert seen["synced"] == {"weights_version": 1}
@@ -205,11 +231,14 @@ def test_arctic_platforms_client_trains_samples_syncs_and_saves(loopback: str) -
 def _has_arctic() -> bool:
     python = stock_python()
     assert python is not None
-    found = subprocess.run([python, "-c", "import arctic_platform"], capture_output=True, check=False)
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('arctic_platform') is None)"
+    found = subprocess.run([python, "-c", look], capture_output=True, check=False)
     return found.returncode == 0
 
 
-def test_a_bearer_token_over_verified_tls_is_let_in_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+def test_a_bearer_token_over_verified_tls_is_let_in_and_a_wrong_one_is_not(
+    stock: Stock, tmp_path: Path
+) -> None:
     certificate, key = _self_signed(tmp_path)
     data = tmp_path / "service"
     token = subprocess.run(
@@ -218,12 +247,12 @@ def test_a_bearer_token_over_verified_tls_is_let_in_and_a_wrong_one_is_not(tmp_p
     process, url = serve(data, "--host", "127.0.0.1", "--tls-cert", str(certificate), "--tls-key", str(key))
     try:
         host = url.removeprefix("https://").replace("127.0.0.1", "localhost")
-        good = run_stock([str(FLOW), "pat", host, token], REQUESTS_CA_BUNDLE=str(certificate))
+        good = stock.run("flow", "pat", host, token, REQUESTS_CA_BUNDLE=str(certificate))
         assert json.loads(good.splitlines()[-1])["cancelled"] == "cancelled"
         with pytest.raises(AssertionError, match="401"):
-            run_stock([str(FLOW), "pat", host, "plt_wrong"], REQUESTS_CA_BUNDLE=str(certificate))
+            stock.run("flow", "pat", host, "plt_wrong", REQUESTS_CA_BUNDLE=str(certificate))
         with pytest.raises(AssertionError, match="CERTIFICATE_VERIFY_FAILED"):
-            run_stock([str(FLOW), "pat", host, token])
+            stock.run("flow", "pat", host, token)
     finally:
         stop(process)
     assert not [p for p in data.rglob("*") if p.is_file() and token.encode() in p.read_bytes()]
