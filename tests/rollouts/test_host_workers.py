@@ -223,7 +223,14 @@ def order_for(root: Path, **changes: object) -> HostOrder:
     (root / "tasks" / "a").mkdir(parents=True, exist_ok=True)
     settings = RunnerSettings(trials_directory=root / "trials")
     tasks = SharedPath(path=root / "tasks", digest=digest_of(root / "tasks"))
-    order = HostOrder(invitations=(), settings=settings, shared=(tasks,), directory=root)
+    (proof := root / "trials" / "proof").write_text("of sharing")
+    order = HostOrder(
+        invitations=(),
+        settings=settings,
+        proof=SharedPath(path=proof, digest=digest_of(proof)),
+        shared=(tasks,),
+        directory=root,
+    )
     return replace(order, **changes)  # pyright: ignore[reportArgumentType]
 
 
@@ -234,7 +241,11 @@ def test_a_host_that_has_all_is_silent(tmp_path: Path) -> None:
 def test_a_host_says_what_it_has_not(tmp_path: Path) -> None:
     order = order_for(tmp_path)
     (tmp_path / "tasks" / "b").mkdir()
+    elsewhere = SharedPath(path=tmp_path / "trials" / "other", digest=digest_of(tmp_path))
     faults = {
+        "trials is another directory there; set rollouts.trials_directory": order_for(
+            tmp_path, proof=elsewhere
+        ),
         "tasks is not there as on the driver's machine; put it on a file system": order,
         "it has Pilotage .*, the driver 0.0.7": order_for(tmp_path, version="0.0.7"),
         "it has no .*/gone; start the run from": order_for(tmp_path, directory=tmp_path / "gone"),

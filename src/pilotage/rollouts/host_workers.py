@@ -241,10 +241,13 @@ class HostWorkers:
             proof.unlink(missing_ok=True)
 
     def _order(self, proof: Path, guests: Sequence[Guest]) -> HostOrder:
-        shared = [proof, *(path.absolute() for path in self._shared)]
+        def seen(path: Path) -> SharedPath:
+            return SharedPath(path=path.absolute(), digest=digest_of(path))
+
         return HostOrder(
             invitations=tuple(guest.invitation for guest in guests),
             settings=self._settings,
-            shared=tuple(SharedPath(path=path, digest=digest_of(path)) for path in shared),
+            proof=seen(proof),
+            shared=tuple(map(seen, self._shared)),
             directory=Path.cwd(),
         )

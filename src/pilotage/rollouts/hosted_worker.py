@@ -44,7 +44,10 @@ class HostOrder:
     invitations: tuple[Invitation, ...]
     """One for each worker."""
     settings: RunnerSettings
+    proof: SharedPath
+    """A file that the driver has just made where trials are made."""
     shared: tuple[SharedPath, ...]
+    """What trials read."""
     directory: Path
     """Working directory of the driver, which relative paths and classes of the user are found from."""
     version: str = pilotage.__version__
@@ -94,6 +97,11 @@ def follow(text: str) -> None:
 def _check(order: HostOrder) -> None:
     if pilotage.__version__ != order.version:
         raise ConfigError(f"it has Pilotage {pilotage.__version__}, the driver {order.version}")
+    if digest_of(order.proof.path) != order.proof.digest:
+        raise ConfigError(
+            f"{order.proof.path.parent} is another directory there; set rollouts.trials_directory, or the"
+            " directory of runs, to one on a file system that all hosts share"
+        )
     for shared in order.shared:
         if digest_of(shared.path) != shared.digest:
             raise ConfigError(
