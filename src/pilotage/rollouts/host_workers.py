@@ -219,7 +219,7 @@ class HostWorkers:
         worker = Worker(_RemoteProcess(name), frames)
         try:
             async with _within(_READY_S, "its worker was not ready"):
-                await worker.ready
+                await asyncio.shield(worker.ready)
         except BaseException:
             frames.close()
             raise

@@ -5,6 +5,7 @@ themselves: a worker is bound to its connection to the driver and to nothing els
 its trials, clears what they held and exits.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,7 +60,7 @@ _ORDERS = TypeAdapter(HostOrder)
 def digest_of(path: Path) -> str:
     """Return a digest of the names in a directory, or of a file's bytes; empty where there is neither."""
     try:
-        found = "\0".join(sorted(os.listdir(path))).encode() if path.is_dir() else path.read_bytes()
+        found = b"\0".join(sorted(os.listdir(os.fsencode(path)))) if path.is_dir() else path.read_bytes()
     except OSError:
         return _NOTHING
     return hashlib.sha256(found).hexdigest()
@@ -69,17 +70,19 @@ def start_workers(order: HostOrder) -> None:
     """Check this host, clear what dead workers left on it, and start workers.
 
     Raises:
-        ConfigError: the host has not what it order.
+        ConfigError: the host has not what it needs.
     """
     _check(order)
     sweep()
+    # What lets this process into its cluster is nothing that a trial should find.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     for invitation in order.invitations:
         # Its output goes where the caller's goes. It leaves this process, and its session, by itself.
         subprocess.run(
             [sys.executable, "-m", "pilotage.rollouts.hosted_worker"],
             input=json.dumps(asdict(invitation)).encode(),
             cwd=order.directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**environment, "OMP_NUM_THREADS": "1"},
             check=True,
         )
 
@@ -116,7 +119,8 @@ def _check(order: HostOrder) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"no trial can be written to {trials}: {error.strerror}") from None
-    check_settings(order.settings)
+    with contextlib.chdir(order.directory):
+        check_settings(order.settings)
 
 
 def main() -> None:

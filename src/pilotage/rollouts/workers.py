@@ -89,7 +89,7 @@ class Worker:
             trial.report.set_result(_lost_report(end))
 
     def _take(self, frame: object) -> None:
-        if isinstance(frame, Ready):
+        if isinstance(frame, Ready) and not self.ready.done():
             self.ready.set_result(None)
         elif isinstance(frame, Enter) and (trial := self.pending.get(frame.number)) is not None:
             trial.slots.release()
