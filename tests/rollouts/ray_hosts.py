@@ -9,7 +9,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 _NET = "10.231.7"
@@ -18,6 +17,7 @@ _BRIDGE = "pilotage-br"
 _PORT = 6390
 ADDRESS = f"{HEAD}:{_PORT}"
 _OBJECTS = "--object-store-memory=80000000"
+_WITH_CALLER = ("setpriv", "--pdeathsig", "KILL")
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _HOST = f"""
 mount -t tmpfs tmpfs /run && mkdir /run/shared && mount --bind "$2" /run/shared
@@ -29,16 +29,11 @@ exec sleep infinity
 
 def can_be_made() -> bool:
     """Whether this process may make networks and mounts, and has the programs."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
+    if any(shutil.which(program) is None for program in ("ip", "unshare", "setpriv")):
         return False
-    trial = ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
-        return False
-    bridge = ["ip", "link", "add", _BRIDGE, "type", "bridge"]
-    made = subprocess.run(bridge, capture_output=True, check=False).returncode == 0
-    if made:
-        _ip("link", "del", _BRIDGE)
-    return made
+    in_its_own = ["unshare", "--net", "--mount", "--pid", "--fork", "bash", "-c"]
+    trial = f"mount -t tmpfs tmpfs /mnt && ip link add {_BRIDGE} type bridge"
+    return subprocess.run([*in_its_own, trial], capture_output=True, check=False).returncode == 0
 
 
 class RayHosts:
@@ -65,12 +60,13 @@ class RayHosts:
 
     def start_head(self) -> None:
         """Make the network, and a head that runs no rollouts."""
+        _forget("link", "del", _BRIDGE)
         _ip("link", "add", _BRIDGE, "type", "bridge")
         _ip("addr", "add", f"{HEAD}/24", "dev", _BRIDGE)
         _ip("link", "set", _BRIDGE, "up")
         start = f"ray start --head --node-ip-address={HEAD} --port={_PORT} --num-cpus=0 {_OBJECTS}"
         start += f" --include-dashboard=false --disable-usage-stats --temp-dir={self._sockets}"
-        command = [*_OWN_PROCESSES, "bash", "-c", f"{start} && echo UP && exec sleep infinity"]
+        command = [*_WITH_CALLER, *_OWN_PROCESSES, "bash", "-c", f"{start} && echo UP && exec sleep infinity"]
         self._head = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE)
         assert self._head.stdout is not None
         assert b"UP\n" in iter(self._head.stdout.readline, b"")
@@ -79,6 +75,8 @@ class RayHosts:
         """Let a host join."""
         space, cable = f"pilotage-{number}", f"pilotage-v{number}"
         if number not in self._hosts:
+            _forget("link", "del", cable)
+            _forget("netns", "del", space)
             _ip("netns", "add", space)
             _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
             _ip("link", "set", cable, "master", _BRIDGE, "up")
@@ -86,7 +84,7 @@ class RayHosts:
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
         program = ["bash", "-c", _HOST, "host", f"{_NET}.{number}", str(self._shared)]
-        command = ["ip", "netns", "exec", space, *_OWN_PROCESSES, *program]
+        command = [*_WITH_CALLER, "ip", "netns", "exec", space, *_OWN_PROCESSES, *program]
         self._hosts[number] = subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL)
 
     def switch_off(self, number: int) -> None:
@@ -109,17 +107,18 @@ class RayHosts:
         for number in self._hosts:
             self.switch_off(number)
             _ip("netns", "del", f"pilotage-{number}")
-            _ip(
-                "link", "del", f"pilotage-v{number}"
-            )  # the kernel keeps a network until its sockets have closed
+            # The kernel keeps a network, and its end of a cable, until its sockets have closed.
+            _ip("link", "del", f"pilotage-v{number}")
         if self._head is not None:
             self._head.kill()
             self._head.wait()
-        deadline = time.monotonic() + 10
-        while subprocess.run(["ip", "link", "del", _BRIDGE], capture_output=True, check=False).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        _ip("link", "del", _BRIDGE)
 
 
 def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _forget(*arguments: str) -> None:
+    """Remove what a run that was killed may have left."""
+    subprocess.run(["ip", *arguments], capture_output=True, check=False)
