@@ -12,11 +12,9 @@ from tests.fakes import ScriptedSampler, WordRenderer
 from tests.rollouts.ray_hosts import ADDRESS, HEAD, RayHosts, can_be_made
 from tests.rollouts.rig import HAND_IN, Turn, request_for, script_of, write_task
 
-from pilotage.proxy import ChatCompletionsProxy, serve
-from pilotage.rollouts.host_workers import HostWorkers
+from pilotage.recipes.config import PolicySettings, Recipe, RolloutSettings, TaskSettings
+from pilotage.recipes.stack import open_runner
 from pilotage.rollouts.ray_cluster import open_ray
-from pilotage.rollouts.runner import HarborRunner, RunnerSettings
-from pilotage.rollouts.trial import AgentChoice
 from pilotage.types import Completion, Outcome, Rollout, SamplingParams, TokenIds
 
 
@@ -76,39 +74,38 @@ async def test_a_host_that_loses_its_power_costs_an_attempt_and_comes_back(
     renderer = WordRenderer()
     turns: list[Turn] = [("terminal", {"command": "hostname"}), HAND_IN]
     sampler = HeldSampler(script=script_of(renderer, turns))
-    proxy = ChatCompletionsProxy(sampler, renderer)
-    settings = RunnerSettings(
-        trials_directory=tmp_path / "trials",
-        agent=AgentChoice(options={"tools": ["terminal", "localization_finish"]}),
-        concurrency=NUM_AT_ONCE,
-        workers=1,
+    recipe = Recipe(
+        name="hosts",
+        policy=PolicySettings(model=tmp_path),
+        tasks=TaskSettings(train=(tmp_path / "tasks",)),
+        rollouts=RolloutSettings(concurrency=NUM_AT_ONCE, workers=1, ray_address=ADDRESS),
     )
-    async with open_ray(ADDRESS) as cluster:
+    async with open_ray(ADDRESS) as cluster, asyncio.timeout(60):
         assert cluster.address == HEAD
-        async with asyncio.timeout(60):
-            while len(await cluster.hosts()) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
-        pool = HostWorkers(cluster=cluster, settings=settings, shared=[tmp_path / "tasks"])
-        async with serve(proxy, HEAD), HarborRunner(sessions=proxy, settings=settings, pool=pool) as runner:
-            first = [asyncio.create_task(runner.run(request_for(task, f"r{n}"))) for n in range(12)]
-            await sampler.holds(6)
-            loads = [len(worker.pending) for worker in await pool.workers()]
-            hosts.switch_off(THEIRS)
-            await sampler.holds(6 + 3)
-            num_left = len(await pool.workers())
-            sampler.may_go_on.set()
-            rollouts = list(await asyncio.gather(*first))
+        while len(await cluster.hosts()) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    async with open_runner(recipe, sampler, renderer, tmp_path / "trials") as runner:  # pyright: ignore[reportArgumentType]  # it renders, too
+        assert runner._workers is not None
+        pool = runner._workers._pool
+        first = [asyncio.create_task(runner.run(request_for(task, f"r{n}"))) for n in range(12)]
+        await sampler.holds(6)
+        loads = [len(worker.pending) for worker in await pool.workers()]
+        hosts.switch_off(THEIRS)
+        await sampler.holds(6 + 3)
+        num_left = len(await pool.workers())
+        sampler.may_go_on.set()
+        rollouts = list(await asyncio.gather(*first))
 
-            hosts.switch_on(THEIRS)
-            async with asyncio.timeout(180):
-                while len(await pool.workers()) < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.2)
-            sampler.may_go_on.clear()
-            second = [asyncio.create_task(runner.run(request_for(task, f"later{n}"))) for n in range(6)]
-            await sampler.holds(9 + 6 + 6)
-            later_loads = [len(worker.pending) for worker in await pool.workers()]
-            sampler.may_go_on.set()
-            later = list(await asyncio.gather(*second))
+        hosts.switch_on(THEIRS)
+        async with asyncio.timeout(180):
+            while len(await pool.workers()) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        sampler.may_go_on.clear()
+        second = [asyncio.create_task(runner.run(request_for(task, f"later{n}"))) for n in range(6)]
+        await sampler.holds(9 + 6 + 6)
+        later_loads = [len(worker.pending) for worker in await pool.workers()]
+        sampler.may_go_on.set()
+        later = list(await asyncio.gather(*second))
 
     assert (loads, num_left, later_loads) == ([3, 3], 1, [3, 3])
     assert [rollout.id for rollout in rollouts] == [f"r{n}" for n in range(12)]

@@ -13,6 +13,7 @@ from pilotage.rollouts.frames import Done, Frame, Frames, Ready, Run, decode, en
 from pilotage.rollouts.rendezvous import Guest, Rendezvous, meet
 from pilotage.rollouts.report import AgentFacts, StopReason, TrialFault, TrialPhase, TrialReport
 from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice, TrialSpec
+from pilotage.rollouts.worker import send_report
 from pilotage.types import Reward, SessionAccess
 
 WAIT_S = 0.2
@@ -158,3 +159,19 @@ def test_a_report_with_facts_of_other_types_is_refused_where_it_is_written() -> 
     odd = AgentFacts(stop_reason=StopReason.FINISHED, turns="two")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="turns"):
         encode(Done(number=1, report=TrialReport(agent=odd)))
+
+
+async def test_a_report_that_cannot_be_written_is_a_fault_of_its_trial_alone() -> None:
+    odd = AgentFacts(stop_reason=StopReason.FINISHED, turns="two")  # pyright: ignore[reportArgumentType]
+    async with driver() as rendezvous:
+        guest = rendezvous.invite()
+        worker = await meet(guest.invitation)
+        await send_report(worker, 1, TrialReport(agent=odd))
+        await send_report(worker, 2, REPORT)
+        worker.end()
+        first, second = await received(await guest.frames)
+        assert isinstance(first, Done)
+        assert first.report.fault is not None
+        assert (first.number, first.report.fault.kind) == (1, "ReportError")
+        assert second == Done(number=2, report=REPORT)
+        worker.close()

@@ -73,7 +73,7 @@ async def _work(frames: Frames) -> None:
         finally:
             del running[order.number]
             slots.pop(order.number, None)
-        await _send_report(frames, order.number, report)
+        await send_report(frames, order.number, report)
 
     await frames.send(Ready())
     async for frame in frames:
@@ -90,7 +90,8 @@ async def _work(frames: Frames) -> None:
         await asyncio.wait(tasks, timeout=_SHUTDOWN_S)
 
 
-async def _send_report(frames: Frames, number: int, report: TrialReport) -> None:
+async def send_report(frames: Frames, number: int, report: TrialReport) -> None:
+    """Send a report, or, where it holds what no message can, a fault that says so."""
     with contextlib.suppress(ConnectionError):  # nobody is left to read it
         try:
             await frames.send(Done(number=number, report=report))
