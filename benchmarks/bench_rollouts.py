@@ -36,6 +36,7 @@ from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
 from pilotage.datasets.harbor_tasks import load_tasks
 from pilotage.recipes.config import load_recipe
 from pilotage.recipes.stack import open_stack
+from pilotage.rollouts.local_workers import LocalProcess
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import AgentChoice
@@ -181,7 +182,7 @@ async def trials_in_worker(task: Task, trials: Path, count: int) -> float:
     async with policy() as proxy, HarborRunner(sessions=proxy, settings=settings) as runner:
         for number in range(3):
             await runner.run(request_for(task, f"warm-{number}"))
-        pids = worker_pids(runner)
+        pids = await worker_pids(runner)
         before = sum(parts_cpu_s(pids).values())
         for number in range(count):
             rollout = await runner.run(request_for(task, f"worker-{number}"))
@@ -214,9 +215,12 @@ def rss_mb(pid: int) -> float:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmRSS"))
 
 
-def worker_pids(runner: HarborRunner) -> list[int]:
+async def worker_pids(runner: HarborRunner) -> list[int]:
     """Return the runner's processes; this one where there are no others."""
-    return [worker.process.pid for worker in runner._workers._workers] if runner._workers else [os.getpid()]
+    if runner._workers is None:
+        return [os.getpid()]
+    processes = [worker.process for worker in await runner._workers._pool.workers()]
+    return [process.child.pid for process in processes if isinstance(process, LocalProcess)]
 
 
 def in_parts(before: dict[str, float], now: dict[str, float], count: int) -> str:
@@ -228,7 +232,7 @@ def in_parts(before: dict[str, float], now: dict[str, float], count: int) -> str
 
 async def level(runner: HarborRunner, task: Task, concurrency: int) -> None:
     count = max(2 * concurrency, 8)
-    pids = worker_pids(runner)
+    pids = await worker_pids(runner)
     cpu_before = parts_cpu_s(pids)
     started = time.perf_counter()
     rollouts = await asyncio.gather(
@@ -279,7 +283,7 @@ async def demo(steps: int) -> None:
             warm = train_requests(tasks, settings=recipe.loop, step=steps + 1)[: 2 * recipe.rollouts.workers]
             await asyncio.gather(*map(stack.runner.run, warm))
             print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
-            pids = worker_pids(stack.runner)
+            pids = await worker_pids(stack.runner)
             for step in range(1, steps + 1):
                 requests = train_requests(tasks, settings=recipe.loop, step=step)
                 before, started = parts_cpu_s(pids), time.perf_counter()

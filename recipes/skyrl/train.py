@@ -84,6 +84,8 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     recipe = load_recipe(Path(sys.argv[1]))
+    if recipe.rollouts.ray_address is not None:
+        sys.exit("rollouts.ray_address is for Pilotage's own loop; here workers are beside the trainer")
     cfg = SkyRLTrainConfig.from_cli_overrides([*NEEDED, *sys.argv[2:]])
     validate_cfg(cfg)
     initialize_ray(cfg)

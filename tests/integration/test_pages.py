@@ -51,6 +51,7 @@ NOT_RUN = {
     r"pilotage (launch|status|attach|stop|resume)": "is done by the tests of launched runs",
     r"export TINKER_API_KEY|TINKER_API_KEY=": "needs a server of the Tinker API",
     r"python recipes/skyrl|python -m venv skyrl|JAX_PLATFORMS": "needs SkyRL, in an environment of its own",
+    r"ray start": "begins a cluster, or joins one, and goes on",
     r"pilotage warmstart|python scripts/chaos.py": "takes minutes",
     r"python scripts/fetch_smollm2|pilotage train recipes/smollm2": "fetches and trains half a gigabyte",
 }

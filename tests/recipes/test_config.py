@@ -89,6 +89,13 @@ def test_a_wrong_value_is_named_with_its_key(tmp_path: Path, override: str, faul
     assert refusal(write(tmp_path), override).startswith(fault)
 
 
+def test_trials_on_hosts_need_workers(tmp_path: Path) -> None:
+    said = refusal(write(tmp_path), "rollouts.workers=0", "rollouts.ray_address=auto")
+    assert said == (
+        "rollouts: workers = 0 runs trials in the driver, and ray_address on hosts; set one of them"
+    )
+
+
 @pytest.mark.parametrize("override", ["loop.seed", "=3", " =3"])
 def test_an_override_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
     assert refusal(write(tmp_path), override) == f"an override is a.b=value, got {override!r}"

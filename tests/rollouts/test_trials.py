@@ -13,6 +13,7 @@ from tests.rollouts.rig import HAND_IN, Turn, policy, request_for, run_one, writ
 
 from pilotage.loops.rollout_files import read_rollout, write_rollout
 from pilotage.proxy import ChatCompletionsProxy
+from pilotage.rollouts.local_workers import LocalProcess
 from pilotage.rollouts.register import Register
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.trial import AgentChoice, Deadlines, EnvironmentChoice, TrialSpec, run_trial
@@ -434,10 +435,11 @@ async def test_a_worker_process_runs_many_trials_and_ends_with_the_runner(task: 
     async with pool(tmp_path, ("terminal", {"command": "ls"}), HAND_IN) as runner:
         rollouts = await asyncio.gather(*(runner.run(request_for(task, str(n))) for n in range(4)))
         assert runner._workers is not None
-        [worker] = runner._workers._workers
+        [worker] = await runner._workers._pool.workers()
 
     assert {rollout.outcome for rollout in rollouts} == {Outcome.COMPLETED}
-    assert worker.process.returncode == 0
+    assert isinstance(worker.process, LocalProcess)
+    assert worker.process.child.returncode == 0
 
 
 @pytest.mark.slow
@@ -445,7 +447,7 @@ async def test_a_worker_that_dies_costs_its_trials_one_attempt(task: Task, tmp_p
     async with pool(tmp_path, ("terminal", {"command": "sleep 5"}), HAND_IN) as runner:
         running = asyncio.create_task(runner.run(request_for(task)))
         assert runner._workers is not None
-        [worker] = runner._workers._workers
+        [worker] = await runner._workers._pool.workers()
         await worker.ready
         await asyncio.sleep(2)
         worker.process.kill()

@@ -83,6 +83,7 @@ def _machine_need(recipe: Recipe | None) -> MachineNeed:
         return MachineNeed()
     rollouts = recipe.rollouts
     extras = {"agents"} | ({recipe.backend} & {"local", "tinker"})
+    extras |= set() if rollouts.ray_address is None else {"hosts"}
     return MachineNeed(
         concurrency=rollouts.concurrency,
         extras=tuple(sorted(extras)),

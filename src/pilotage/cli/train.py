@@ -164,8 +164,12 @@ async def _terminable() -> AsyncGenerator[None]:
 
 
 @contextlib.contextmanager
-def _trials_directory() -> Generator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pilotage-trials-") as directory:
+def _trials_directory(recipe: Recipe) -> Generator[Path]:
+    """Make a directory that is gone afterwards, inside the recipe's where it names one."""
+    parent = recipe.rollouts.trials_directory
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pilotage-trials-", dir=parent) as directory:
         yield Path(directory)
 
 
@@ -190,7 +194,7 @@ async def evaluate(arguments: argparse.Namespace) -> int:
     from pilotage.recipes.stack import open_stack
 
     requests = evaluation_requests(tasks, settings=recipe.loop, step=0)
-    with _trials_directory() as trials:
+    with _trials_directory(recipe) as trials:
         model = _model(recipe, arguments.policy)
         async with _terminable(), open_stack(recipe, model=model, trials_directory=trials) as stack:
             rollouts = await asyncio.gather(*map(stack.runner.run, requests))
@@ -222,8 +226,9 @@ async def rollout(arguments: argparse.Namespace) -> int:
 
     sampling = replace(recipe.loop.sampling, seed=recipe.loop.seed)
     request = RolloutRequest(id="rollout", group_id="rollout", task=tasks[0], sampling=sampling)
-    recipe = recipe.model_copy(update={"rollouts": recipe.rollouts.model_copy(update={"workers": 0})})
-    with _trials_directory() as trials:
+    here = recipe.rollouts.model_copy(update={"workers": 0, "ray_address": None})
+    recipe = recipe.model_copy(update={"rollouts": here})
+    with _trials_directory(recipe) as trials:
         model = _model(recipe, arguments.policy)
         async with _terminable(), open_stack(recipe, model=model, trials_directory=trials) as stack:
             finished = await stack.runner.run(request)

@@ -98,11 +98,21 @@ class RolloutSettings(_Section):
     starts_per_s: float | None = Field(default=None, gt=0)
     """Most trials that start in a second; absent is as many as there are."""
     workers: int = Field(default=2, ge=0)
-    """Processes that run trials; 0 runs them in the driver."""
+    """Processes that run trials, on each host; 0 runs them in the driver."""
+    ray_address: str | None = None
+    """Ray cluster that runs them: `HOST:PORT`, or `auto` for this machine's; absent is this machine."""
     trials_directory: Path | None = None
     """Where Harbor's trial directories are made; absent is the run directory."""
     keep_trials: bool = False
     """Whether Harbor's trial directories stay."""
+
+    @model_validator(mode="after")
+    def _needs_workers_on_hosts(self) -> Self:
+        if self.ray_address is not None and self.workers == 0:
+            raise ValueError(
+                "workers = 0 runs trials in the driver, and ray_address on hosts; set one of them"
+            )
+        return self
 
 
 class JobSettings(_Section):

@@ -26,6 +26,8 @@ from pilotage.rollouts import (
     TrialLimits,
     check_settings,
 )
+from pilotage.rollouts.host_workers import HostWorkers
+from pilotage.rollouts.ray_cluster import check_ray, open_ray
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
 from pilotage.wire.jobs import (
     CreateJobBody,
@@ -115,7 +117,10 @@ def runner_settings(settings: RolloutSettings, trials_directory: Path) -> Runner
 def check_stack(recipe: Recipe) -> None:
     """Raise ConfigError where `open_stack` would, as far as that can be said without starting anything."""
     load_renderer(recipe.policy.model, enable_thinking=recipe.policy.enable_thinking)
-    check_settings(runner_settings(recipe.rollouts, Path()))
+    if recipe.rollouts.ray_address is None:
+        check_settings(runner_settings(recipe.rollouts, Path()))
+    else:  # hosts are looked at when they are there
+        check_ray()
     if recipe.backend == "cortex":
         resolve_connection()
     if recipe.backend == "tinker":
@@ -232,13 +237,31 @@ async def open_runner(
 
     Args:
         registry: gets what the proxy measures.
+
+    Raises:
+        ConfigError: trials cannot run on this machine, or on the hosts of the recipe's cluster.
     """
     proxy = ChatCompletionsProxy(sampler, renderer)
     if registry is not None:
         registry.register(proxy.measures)
     settings = runner_settings(recipe.rollouts, trials_directory)
-    async with serve(proxy), HarborRunner(sessions=proxy, settings=settings) as runner:
-        yield runner
+    async with contextlib.AsyncExitStack() as stack:
+        pool, host = None, "127.0.0.1"
+        if recipe.rollouts.ray_address is not None:
+            cluster = await stack.enter_async_context(open_ray(recipe.rollouts.ray_address))
+            pool, host = (
+                HostWorkers(cluster=cluster, settings=settings, shared=_read(recipe)),
+                cluster.address,
+            )
+        await stack.enter_async_context(serve(proxy, host))
+        yield await stack.enter_async_context(HarborRunner(sessions=proxy, settings=settings, pool=pool))
+
+
+def _read(recipe: Recipe) -> list[Path]:
+    """Return what trials of a recipe read."""
+    rollouts = recipe.rollouts
+    prompt = [] if rollouts.system_prompt_file is None else [rollouts.system_prompt_file]
+    return [*recipe.tasks.train, *recipe.tasks.held_out, *rollouts.skills, *prompt]
 
 
 @contextlib.asynccontextmanager

@@ -1,13 +1,18 @@
-"""Messages between the driver and a worker: pickled records, each with its length before it.
+"""Messages between the driver and a worker: records as JSON, each with its length before it.
 
-Both ends are processes of one user that run this code; nothing else may be connected.
+Both ends run the same Pilotage. Invariant: what is read is data of a known record or an error, never code; so
+a worker may be on another host.
 """
 
 import asyncio
-import pickle
+import contextlib
+import json
 import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from pilotage.rollouts.report import TrialPhase, TrialReport
 from pilotage.rollouts.trial import TrialSpec
@@ -62,6 +67,34 @@ class Entered:
 
 type Frame = Ready | Run | Cancel | Done | Enter | Entered
 
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind) for kind in (Ready, Run, Cancel, Done, Enter, Entered)
+}
+
+
+def encode(frame: Frame) -> bytes:
+    """Return the bytes of a message.
+
+    Raises:
+        ValueError: a field holds another type than it is declared with.
+    """
+    name = type(frame).__name__
+    # The standard library's JSON keeps what agents and file systems produce: lone surrogates and infinities.
+    return json.dumps([name, _ADAPTERS[name].dump_python(frame, mode="json", warnings="error")]).encode()
+
+
+def decode(data: bytes) -> Frame:
+    """Read what `encode` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match json.loads(data):
+        case [str(name), body] if name in _ADAPTERS:
+            return _ADAPTERS[name].validate_python(body)
+        case _:
+            raise ValueError(f"no message of ours: {data[:80]!r}")
+
 
 class Frames:
     """One end of the connection; iterating ends when the other end is gone."""
@@ -75,19 +108,34 @@ class Frames:
 
         Raises:
             ConnectionError: the other end is gone.
+            ValueError: see `encode`; nothing was sent.
         """
-        data = pickle.dumps(frame)
+        data = encode(frame)
         self._writer.write(_LENGTH.pack(len(data)) + data)
-        await self._writer.drain()
+        try:
+            await self._writer.drain()
+        except OSError as error:  # a host that no longer answers is a timeout, or no route
+            raise ConnectionError(str(error)) from error
 
     async def __aiter__(self) -> AsyncIterator[Frame]:
+        """Yield messages.
+
+        Raises:
+            ValueError: the other end sent something that is none.
+        """
         while True:
             try:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                yield pickle.loads(await self._reader.readexactly(length))
-            except (asyncio.IncompleteReadError, ConnectionError):
+                data = await self._reader.readexactly(length)
+            except (asyncio.IncompleteReadError, OSError):
                 return
+            yield decode(data)
+
+    def end(self) -> None:
+        """Say that nothing more comes from this end; the other end's iteration ends, this one's goes on."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._writer.write_eof()
 
     def close(self) -> None:
-        """Close this end; the other end's iteration ends."""
-        self._writer.close()
+        """Close the connection at once, whatever is still to be sent."""
+        self._writer.transport.abort()

@@ -11,7 +11,7 @@ class McpServer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: str | None = None
-    """Program, started for each rollout on the driver's machine, outside of any sandbox."""
+    """Program, started for each rollout where the trial runs, outside of any sandbox."""
     args: tuple[str, ...] = ()
     """Of the program."""
     url: str | None = None

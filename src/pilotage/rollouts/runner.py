@@ -15,6 +15,7 @@ from pilotage.errors import ConfigError
 from pilotage.interfaces import SessionHost
 from pilotage.rollouts.environments import check_environment
 from pilotage.rollouts.limits import PoolSlots, StartLimit, TrialLimits
+from pilotage.rollouts.local_workers import LocalWorkers
 from pilotage.rollouts.outcomes import decide, invalid_submission
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.report import TrialReport
@@ -28,7 +29,7 @@ from pilotage.rollouts.trial import (
     TrialSpec,
     run_trial,
 )
-from pilotage.rollouts.workers import TrialWorkers
+from pilotage.rollouts.workers import TrialWorkers, WorkerPool
 from pilotage.types import (
     OUTCOME_RULES,
     Outcome,
@@ -84,22 +85,30 @@ def check_settings(settings: RunnerSettings) -> None:
 class HarborRunner:
     """Runs rollouts; use it as an async context manager, which sweeps first and stops the workers last."""
 
-    def __init__(self, *, sessions: SessionHost, settings: RunnerSettings) -> None:
+    def __init__(
+        self, *, sessions: SessionHost, settings: RunnerSettings, pool: WorkerPool | None = None
+    ) -> None:
+        """Start nothing yet; trials run in `pool`, or in `settings.workers` processes of this machine."""
         self._sessions = sessions
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._pools = settings.limits.pools()
         self._starts = StartLimit(settings.limits.starts_per_s)
-        self._workers = TrialWorkers(settings.workers) if settings.workers else None
+        self._runs_here = pool is None
+        if pool is None and settings.workers:
+            pool = LocalWorkers(settings.workers)
+        self._workers = TrialWorkers(pool) if pool is not None else None
 
     async def __aenter__(self) -> Self:
         """Clear what dead drivers left, check the sandbox and the agent's route, and start the workers.
 
         Raises:
-            ConfigError: the environment cannot be used here, or the agent cannot reach the proxy from it.
+            ConfigError: the environment cannot be used where trials run, or the agent cannot reach the proxy
+                from it.
         """
         await asyncio.to_thread(sweep)
-        await asyncio.to_thread(check_settings, self._settings)
+        if self._runs_here:  # else their pool looks where they run
+            await asyncio.to_thread(check_settings, self._settings)
         if self._workers is not None:
             await self._workers.start()
         return self

@@ -1,21 +1,25 @@
-"""The program of one worker process: `python -m pilotage.rollouts.worker FD PARENT`.
+"""The program of one worker process beside its driver: `python -m pilotage.rollouts.worker FD PARENT`.
 
 It reads trials from the socket FD, runs many at once in one event loop, and sends each report when it is
 done. It ends when the socket closes, after its trials were cancelled, and at once when its parent dies.
+`hosted_worker` is the same on another host.
 """
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from pilotage.processes import end_with_parent
 from pilotage.rollouts.frames import Cancel, Done, Enter, Entered, Frames, Ready, Run
-from pilotage.rollouts.report import TrialPhase, TrialReport
+from pilotage.rollouts.report import TrialFault, TrialPhase, TrialReport
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import run_trial
 
@@ -69,7 +73,7 @@ async def _work(frames: Frames) -> None:
         finally:
             del running[order.number]
             slots.pop(order.number, None)
-        await frames.send(Done(number=order.number, report=report))
+        await send_report(frames, order.number, report)
 
     await frames.send(Ready())
     async for frame in frames:
@@ -79,23 +83,33 @@ async def _work(frames: Frames) -> None:
             waiting.on_entered()
         elif isinstance(frame, Cancel) and (task := running.get(frame.number)) is not None:
             task.cancel()
-    for task in running.values():
+    tasks = list(running.values())
+    for task in tasks:
         task.cancel()
-    if running:
-        await asyncio.wait(list(running.values()), timeout=_SHUTDOWN_S)
+    if tasks:
+        await asyncio.wait(tasks, timeout=_SHUTDOWN_S)
 
 
-async def _serve(descriptor: int) -> None:
-    connection = socket.socket(fileno=descriptor)
-    reader, writer = await asyncio.open_connection(sock=connection)
-    await _work(Frames(reader, writer))
+async def send_report(frames: Frames, number: int, report: TrialReport) -> None:
+    """Send a report, or, where it holds what no message can, a fault that says so."""
+    with contextlib.suppress(ConnectionError):  # nobody is left to read it
+        try:
+            await frames.send(Done(number=number, report=report))
+        except ValueError as error:  # an agent of somebody's wrote facts of other types
+            fault = TrialFault(phase=TrialPhase.AGENT, kind="ReportError", message=str(error))
+            await frames.send(Done(number=number, report=TrialReport(fault=fault)))
 
 
-def main() -> None:
-    """Import what trials need, then work until the socket closes."""
-    end_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))
+def run_worker(connect: Callable[[], Awaitable[Frames]]) -> None:
+    """Connect, import what trials need, work until the driver ends the connection, and exit."""
     prepare()
     gc.disable()  # hundreds of collections of what is there to stay would be a sixth of the import
+    asyncio.run(_connect_and_work(connect))
+    os._exit(0)  # threads of tools that ignore their end must not hold the process
+
+
+async def _connect_and_work(connect: Callable[[], Awaitable[Frames]]) -> None:
+    frames = await connect()
     for module in _PRELOADED:
         importlib.import_module(module)
     from pilotage.rollouts.remembered_tasks import remember_tasks  # imports Harbor, so only now
@@ -103,8 +117,18 @@ def main() -> None:
     remember_tasks()
     gc.freeze()  # a million objects of imported modules, which every full collection would walk
     gc.enable()
-    asyncio.run(_serve(int(sys.argv[1])))
-    os._exit(0)  # threads of tools that ignore their end must not hold the process
+    await _work(frames)
+
+
+async def _adopt(descriptor: int) -> Frames:
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    return Frames(reader, writer)
+
+
+def main() -> None:
+    """Work for the parent."""
+    end_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))
+    run_worker(partial(_adopt, int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pilotage.ops.doctor.need import MachineNeed
 from pilotage.rollouts.sandbox import check_programs
 
 _DISTRIBUTION = "pilotage"
-_RUN_EXTRAS = ("local", "agents", "tinker")
+_RUN_EXTRAS = ("local", "agents", "tinker", "hosts")
 """Extras whose packages take part in a run."""
 _PROGRAM_TIMEOUT_S = 3.0
 _PROC = Path("/proc")
