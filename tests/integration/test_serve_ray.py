@@ -13,7 +13,7 @@ import pytest
 from tests.service.rig import PREFIX, Rig, batch, job_body, rig, sample, step_body
 
 from pilotage.cli.engine import cluster_config, open_local
-from pilotage.engine.distributed.sharding import LoraOptions
+from pilotage.engine.lora import LoraOptions
 from pilotage.errors import ConfigError
 from pilotage.processes import identify
 from pilotage.service.engine_host import JobSpec

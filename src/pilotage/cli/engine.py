@@ -15,7 +15,7 @@ from pilotage.wire.jobs import PeftConfig
 
 if TYPE_CHECKING:
     from pilotage.engine.distributed.ray_engine import ClusterConfig
-    from pilotage.engine.distributed.sharding import LoraOptions
+    from pilotage.engine.lora import LoraOptions
 
 
 async def open_local(spec: JobSpec) -> Engine:
@@ -84,7 +84,7 @@ OPENERS = {"local": open_local, "ray": open_ray}
 
 
 def _lora(adapter: PeftConfig) -> "LoraOptions":
-    from pilotage.engine.distributed.sharding import LoraOptions
+    from pilotage.engine.lora import LoraOptions
 
     return LoraOptions(rank=adapter.r, alpha=adapter.lora_alpha, target_modules=adapter.target_modules)
 
