@@ -49,16 +49,22 @@ class Key:
 def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type, list[Key]]]:
     """Yield (dotted name, class, own keys) of a section and of those inside it, in the order of the code."""
     keys = list(_keys(cls))
-    yield prefix, cls, [key for key in keys if not _is_section(key.annotation)]
+    yield prefix, cls, [key for key in keys if _section(key.annotation) is None]
     for key in keys:
-        if _is_section(key.annotation):
-            yield from sections(key.annotation, f"{prefix}.{key.name}".lstrip("."))
+        if (section := _section(key.annotation)) is not None:
+            yield from sections(section, f"{prefix}.{key.name}".lstrip("."))
 
 
-def _is_section(annotation: Any) -> bool:
-    return inspect.isclass(annotation) and (
+def _section(annotation: Any) -> type | None:
+    """Return the class of a field that is a section, also where it may be absent."""
+    if typing.get_origin(annotation) is types.UnionType:
+        annotation, *others = typing.get_args(annotation)
+        if others != [types.NoneType]:
+            return None
+    is_section = inspect.isclass(annotation) and (
         issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
     )
+    return annotation if is_section else None
 
 
 def _keys(cls: type) -> Iterator[Key]:
@@ -119,7 +125,7 @@ def type_text(annotation: Any) -> str:
         return type_text(annotation.__value__)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f'`"{value}"`' for value in arguments)
+        return " or ".join(default_text(value) for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(type_text(item) for item in arguments if item is not types.NoneType)
     if origin is tuple:

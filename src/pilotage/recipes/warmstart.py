@@ -250,7 +250,8 @@ async def warm_start(recipe: Recipe, out: Path, *, report: Report) -> None:
     report(f"demonstrations: {len(samples)} scripted rollouts")
     create_policy(initial, config=POLICY, tokenizer_dir=tokenizer_dir, seed=recipe.loop.seed)
     renderer = load_renderer(initial)
-    engine = await open_local(recipe, initial, renderer)
+    whole = recipe.policy.model_copy(update={"peft_config": None})
+    engine = await open_local(recipe.model_copy(update={"policy": whole}), initial, renderer)
     try:
         tokenizer = TokenizerFile.load(initial)
         await train_warm_start(engine, samples, tokenizer, vocab_size, seed=recipe.loop.seed, report=report)
