@@ -155,7 +155,7 @@ def main() -> None:
             steps = f"max_steps={arguments.sl_steps}"
             taught = run_recipe(
                 arguments.python, work, url, "sl_loop",
-                f"model_name={BASE}", "batch_size=8", "max_length=256", "learning_rate=0.01",
+                f"model_name={BASE}", "batch_size=8", "max_length=256", "learning_rate=0.003",
                 "train_on_what=last_assistant_message", steps,
             )  # fmt: skip
             shutil.copytree(saved_model(taught, work / "service"), work / TAUGHT)
