@@ -68,6 +68,7 @@ start_service() {
 settings=("backend=$backend" "loop.seed=$seed")
 if [ "$backend" = tinker ]; then
     settings+=(loop.sampling.temperature=1 loop.loss.temperature=1 loop.loss.kl_coef=0)
+    settings+=(loop.optimizer.learning_rate=2e-3)  # of an adapter, which is what that API trains
 fi
 
 make_tasks

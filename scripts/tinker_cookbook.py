@@ -120,11 +120,11 @@ def run_recipe(python: str, work: Path, url: str, name: str, *settings: str) -> 
 
 
 def saved_model(log: Path, data: Path) -> Path:
-    """Return the directory of the weights that a recipe saved last."""
+    """Return the directory of the model that a recipe saved last, its adapter merged."""
     last = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
-    model, kind, name = last["state_path"].removeprefix("tinker://").split("/")
-    assert kind == "weights"
-    return data / "jobs" / model.replace(":", ".") / "checkpoints" / name
+    model, kind, name = last["sampler_path"].removeprefix("tinker://").split("/")
+    assert kind == "sampler_weights"
+    return data / "jobs" / model.replace(":", ".") / "checkpoints" / f"sampler-{name}"
 
 
 def main() -> None:

@@ -122,7 +122,7 @@ def type_text(annotation: Any) -> str:
         return type_text(annotation.__value__)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " or ".join(f'`"{value}"`' for value in arguments)
+        return " or ".join(default_text(value) for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(type_text(item) for item in arguments if item is not types.NoneType)
     if origin is tuple:

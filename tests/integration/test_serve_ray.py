@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.service.rig import PREFIX, Rig, batch, job_body, rig, sample, step_body
 
-from pilotage.cli.engine import cluster_config, open_local
-from pilotage.engine.distributed.sharding import LoraOptions
+from pilotage.cli.engine import cluster_config
+from pilotage.engine.lora import LoraOptions
 from pilotage.errors import ConfigError
 from pilotage.processes import identify
 from pilotage.service.engine_host import JobSpec
@@ -139,10 +139,3 @@ def test_a_job_that_ray_cannot_hold_is_refused_by_what_it_lacks(tmp_path: Path) 
     for body, what in ((odd, "tensor_parallel 2; got 3"), (without_sampler, "got 0 for sampling")):
         with pytest.raises(ConfigError, match=what):
             cluster_config(spec_of(tmp_path, body), has_gpus=False)
-
-
-async def test_an_adapter_is_refused_by_the_local_engine_which_names_the_one_that_trains_it(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(ConfigError, match="needs `pilotage serve --engine ray`"):
-        await open_local(spec_of(tmp_path, with_lora(job_body())))

@@ -29,6 +29,7 @@ from pilotage.client.tinker_engine import TinkerEngine, TinkerPlan
 from pilotage.client.tinker_sdk import TinkerConnection
 from pilotage.client.tinker_session import open_tinker
 from pilotage.engine import LocalEngine
+from pilotage.engine.lora import LoraOptions
 from pilotage.errors import (
     AuthError,
     ConfigError,
@@ -39,6 +40,8 @@ from pilotage.errors import (
     WeightsChangingError,
 )
 from pilotage.interfaces import Engine
+from pilotage.service.tinker_bodies import LoraBody
+from pilotage.service.tinker_models import adapter_asked
 from pilotage.types import (
     AdamParams,
     LossConfig,
@@ -48,12 +51,16 @@ from pilotage.types import (
     SamplingParams,
     token_ids,
 )
+from pilotage.wire.jobs import CreateJobBody, PeftConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ROOT / "recipes" / "demo" / "policy"
 PILOTAGE = str(Path(sys.executable).with_name("pilotage"))
 CONTEXT, STOPS = 256, (2, 0)
 KEY = Secret("tml-" + "k" * 12)
+SWITCHES = LoraBody(rank=8)
+ADAPTER = PeftConfig.model_validate(adapter_asked(SWITCHES, adapts_unembed=True))
+"""What the Tinker API's defaults are at the service, and so for the other backends here."""
 LINEAR = AdamParams(learning_rate=1e5, beta1=0.0, beta2=0.0, eps=1e6, max_grad_norm=1.0)
 LOSS = LossConfig(policy_loss=PolicyLoss.GSPO, clip_low=0.05, clip_high=0.05)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -82,7 +89,7 @@ class Served:
         return directory
 
     def weights(self, directory: Path) -> dict[str, NDArray[np.float32]]:
-        return load_file(self.files(directory) / "model.safetensors")
+        return load_file(self.files(directory) / "adapter_model.safetensors")
 
     def checkpoint(self, job_id: str, checkpoint_id: str) -> Path:
         return self.data / "jobs" / job_id / "checkpoints" / checkpoint_id
@@ -122,7 +129,7 @@ def serve(data: Path, *options: str) -> Iterator[Served]:
 def tinker_plan(loss: LossConfig = LOSS, *, context: int = CONTEXT, model: str = "policy") -> TinkerPlan:
     return TinkerPlan(
         base_model=model,
-        lora_rank=8,
+        lora_rank=SWITCHES.rank,
         lora_seed=None,
         max_context_tokens=context,
         stop_token_ids=STOPS,
@@ -140,7 +147,12 @@ async def tinker(served: Served) -> AsyncGenerator[TinkerEngine]:
 @asynccontextmanager
 async def embedded(served: Served) -> AsyncGenerator[LocalEngine]:
     engine = await LocalEngine.open(
-        POLICY, max_context_tokens=CONTEXT, max_batch=8, stop_token_ids=STOPS, device="cpu"
+        POLICY,
+        max_context_tokens=CONTEXT,
+        max_batch=8,
+        stop_token_ids=STOPS,
+        device="cpu",
+        lora=LoraOptions.of(ADAPTER, seed=0),
     )
     yield engine
     await engine.close()
@@ -148,7 +160,11 @@ async def embedded(served: Served) -> AsyncGenerator[LocalEngine]:
 
 @asynccontextmanager
 async def cortex(served: Served) -> AsyncGenerator[Engine]:
-    planned = dataclasses.replace(cortex_plan(served.data), run_directory=None)
+    planned = cortex_plan(served.data)
+    content = planned.body.model_dump(mode="json", by_alias=True)
+    for part, config in zip(content["sub_job_configs"], ("training", "inference"), strict=True):
+        part[f"{config}_config"]["peft_config"] = ADAPTER.model_dump(mode="json")
+    planned = dataclasses.replace(planned, body=CreateJobBody.model_validate(content), run_directory=None)
     async with open_engine(Connection(origin=served.url), planned) as engine:
         yield engine
 
@@ -209,7 +225,7 @@ def moved(
 def assert_same_gradient(found: NDArray[np.float64], expected: NDArray[np.float64], what: str) -> None:
     length = float(np.linalg.norm(expected))
     assert length == pytest.approx(0.1, rel=0.01), what
-    # The weights are float32: what they hold of 563,616 moves is off by about 1e-5 of their length.
+    # The weights are float32: what they hold of their moves is off by about 1e-5 of the moves' length.
     assert float(np.abs(found - expected).max()) <= 1e-5 * length + 2e-7, what
 
 

@@ -1,5 +1,6 @@
 """The public Tinker SDK, unmodified, against our service with a real engine."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from safetensors.torch import load_file
 from tinker import types
 
+from pilotage.engine.lora import LoraOptions, trained_weights
+from pilotage.engine.trainer import TorchTrainer
 from pilotage.rendering import TokenizerFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +37,7 @@ class Bench:
     """A service, a session of one owner, and a model whose first weights are saved as `start`."""
 
     url: str
+    data: Path
     keys: dict[str, str]
     client: tinker.ServiceClient
     model: tinker.TrainingClient
@@ -56,7 +61,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     }  # fmt: skip
     with (directory / "log").open("wb") as log:
         service = subprocess.Popen(
-            [*command, "--port", "0"],
+            [*command, "--port", "0", "--capacity", "H200=16"],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -69,11 +74,20 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
             client = tinker.ServiceClient(base_url=url, api_key=keys["ada"])
             model = client.create_lora_training_client(base_model="policy").result()
             start = model.save_state("start").result().path
-            yield Bench(url=url, keys=keys, client=client, model=model, start=start)
+            yield Bench(url=url, data=directory / "data", keys=keys, client=client, model=model, start=start)
             client.close("success").result()
         finally:
             service.terminate()
             service.wait(60)
+
+
+def trained_layers(bench: Bench, path: str) -> tuple[int, set[str], dict[str, torch.Tensor]]:
+    """Return rank, kinds of adapted layers, and weights of a saved state."""
+    model_id, _, name = path.removeprefix("tinker://").split("/")
+    directory = bench.data / "jobs" / model_id.replace(":", ".") / "checkpoints" / name
+    weights = load_file(directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    return config["r"], {key.split(".lora_")[0].rpartition(".")[2] for key in weights}, weights
 
 
 def made(ids: list[int], **inputs: Any) -> types.Datum:
@@ -114,7 +128,7 @@ def test_the_server_names_its_models_and_the_client_finds_its_tokenizer(bench: B
     (found,) = rest.get_server_capabilities().result().supported_models
     assert (found.model_name, found.max_context_length) == ("policy", 2048)
     info = bench.model.get_info()
-    assert (info.model_data.model_name, info.is_lora) == ("policy", False)
+    assert (info.model_data.model_name, info.is_lora, info.lora_rank) == ("policy", True, 32)
 
 
 def test_gradients_accumulate_until_the_step_and_splitting_a_batch_changes_nothing(bench: Bench) -> None:
@@ -138,8 +152,8 @@ def test_gradients_accumulate_until_the_step_and_splitting_a_batch_changes_nothi
 
 def test_futures_may_be_read_in_any_order_and_calls_run_in_theirs(bench: Bench) -> None:
     model = bench.fresh()
-    data = [datum(0)]
-    steps = [(model.forward_backward(data, "cross_entropy"), model.optim_step(ADAM)) for _ in range(4)]
+    data, gentle = [datum(0)], ADAM.model_copy(update={"learning_rate": 1e-3})
+    steps = [(model.forward_backward(data, "cross_entropy"), model.optim_step(gentle)) for _ in range(4)]
     read = [step.result() and loss.result().metrics["loss:sum"] for loss, step in reversed(steps)]
     assert read == sorted(read)  # read backwards: every loss is below the one before it
     again = bench.fresh()
@@ -246,6 +260,63 @@ def test_saved_weights_are_sampled_by_the_model_or_by_a_sampler_of_their_own(ben
     ):
         own = client.sample(prompt, 1, params).result()
         assert own.sequences[0].tokens == shared.sequences[0].tokens
+
+
+def test_a_lora_config_says_how_large_the_adapter_is_where_it_is_and_from_which_seed(bench: Bench) -> None:
+    rank, layers, _ = trained_layers(bench, bench.start)
+    attention, mlp = {f"{name}_proj" for name in "qkvo"}, {f"{name}_proj" for name in ("gate", "up", "down")}
+    assert (rank, layers) == (32, attention | mlp | {"lm_head"})
+    small = bench.client.create_lora_training_client(
+        base_model="policy", rank=4, seed=3, train_mlp=False, train_unembed=False
+    ).result()
+    info = small.get_info()
+    assert (info.is_lora, info.lora_rank) == (True, 4)
+    before = small.save_state("before").result().path
+    rank, layers, weights = trained_layers(bench, before)
+    assert (rank, layers) == (4, attention)
+    expected = TorchTrainer(
+        ROOT / "recipes/demo/policy",
+        device=torch.device("cpu"),
+        micro_batch_tokens=64,
+        lora=LoraOptions(rank=4, alpha=32, target_modules=r".*self_attn\..*_proj", seed=3),
+    )
+    for name, weight in trained_weights(expected.module).items():
+        assert torch.equal(weight, weights[name])
+
+    ids = datum(5).model_input.to_ints()
+    scored = made(ids[:-1], target_tokens=ids[1:], weights=[0.0] * (len(ids) - 1))
+    (start,) = scores(small, scored)
+    small.forward_backward([datum(0)], "cross_entropy")
+    small.optim_step(ADAM).result()
+    (after,) = scores(small, scored)
+    assert np.abs(np.subtract(after, start)).max() > 1e-2
+    path = small.save_weights_for_sampler("trained").result().path
+    small.forward_backward([datum(1)], "cross_entropy")
+    small.optim_step(ADAM).result()
+    small.save_weights_and_get_sampling_client().result()  # so that `path` needs a sampler of its own
+    sampler = bench.client.create_sampling_client(model_path=path).result()
+    params, prompt = types.SamplingParams(max_tokens=1), types.ModelInput.from_ints(ids)
+    found = sampler.sample(prompt, 1, params, include_prompt_logprobs=True).result().prompt_logprobs
+    assert found is not None
+    np.testing.assert_allclose(np.array(found[1:], float), after, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"rank": 0}, "lora_config.rank"),
+        ({"rank": 8, "seed": -1}, "lora_config.seed"),
+        ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, "this one none"),
+    ],
+)
+def test_a_lora_config_that_cannot_be_had_is_refused(bench: Bench, asked: dict[str, Any], said: str) -> None:
+    reply = httpx.post(
+        f"{bench.url}/api/v1/create_model",
+        headers={"X-API-Key": bench.keys["ada"]},
+        json={"session_id": "s", "model_seq_id": 0, "base_model": "policy", "lora_config": asked},
+    )
+    assert reply.status_code == 422
+    assert said in reply.text
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])

@@ -111,7 +111,7 @@ async def test_the_document_is_served_without_a_token_and_names_every_route(tmp_
         for method in operations
     }
     routed = {
-        (method, route.path)
+        (method, route.path_format)
         for route in service.app.routes
         for method in route.methods - {"HEAD"}
         if route.path != "/openapi.json"

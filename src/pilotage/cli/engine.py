@@ -11,21 +11,16 @@ from pilotage.interfaces import Engine
 from pilotage.rendering import load_renderer
 from pilotage.service.engine_host import JobSpec
 from pilotage.service.engine_process import serve_engine
-from pilotage.wire.jobs import PeftConfig
 
 if TYPE_CHECKING:
     from pilotage.engine.distributed.ray_engine import ClusterConfig
-    from pilotage.engine.distributed.sharding import LoraOptions
 
 
 async def open_local(spec: JobSpec) -> Engine:
     """Open the local engine with a job's sizes."""
     from pilotage.engine import LocalEngine
+    from pilotage.engine.lora import LoraOptions
 
-    if spec.body.adapter is not None:
-        raise ConfigError(
-            "the local engine trains whole models; peft_config needs `pilotage serve --engine ray`"
-        )
     sizes = spec.body.extras.engine
     return await LocalEngine.open(
         spec.model_dir,
@@ -34,6 +29,7 @@ async def open_local(spec: JobSpec) -> Engine:
         stop_token_ids=_stop_token_ids(spec),
         trainer_threads=sizes.trainer_threads,
         micro_batch_tokens=sizes.micro_batch_tokens,
+        lora=LoraOptions.of(spec.body.adapter, seed=spec.body.adapter_seed),
     )
 
 
@@ -54,6 +50,7 @@ def cluster_config(spec: JobSpec, *, has_gpus: bool) -> "ClusterConfig":
     """
     from pilotage.engine.distributed.fsdp import TrainerOptions
     from pilotage.engine.distributed.ray_engine import ClusterConfig
+    from pilotage.engine.lora import LoraOptions
 
     body, sizes = spec.body, spec.body.extras.engine
     num_sampling = body.n_gpus - (0 if body.trainer is None else body.trainer.n_gpus)
@@ -65,7 +62,7 @@ def cluster_config(spec: JobSpec, *, has_gpus: bool) -> "ClusterConfig":
     trainer = TrainerOptions(
         micro_batch_tokens=sizes.micro_batch_tokens,
         compute_dtype="bfloat16" if has_gpus else "float32",
-        lora=None if body.adapter is None else _lora(body.adapter),
+        lora=LoraOptions.of(body.adapter, seed=body.adapter_seed),
     )
     return ClusterConfig(
         trainer_ranks=body.trainer.n_gpus,
@@ -81,12 +78,6 @@ def cluster_config(spec: JobSpec, *, has_gpus: bool) -> "ClusterConfig":
 
 OPENERS = {"local": open_local, "ray": open_ray}
 """What `pilotage serve --engine` names."""
-
-
-def _lora(adapter: PeftConfig) -> "LoraOptions":
-    from pilotage.engine.distributed.sharding import LoraOptions
-
-    return LoraOptions(rank=adapter.r, alpha=adapter.lora_alpha, target_modules=adapter.target_modules)
 
 
 def _stop_token_ids(spec: JobSpec) -> tuple[int, ...] | None:

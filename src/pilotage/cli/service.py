@@ -25,14 +25,14 @@ def _capacity(words: list[str]) -> dict[str, int]:
     return found or {"H200": _num_devices() or 8}
 
 
-def _tinker_terms(text: str, *, trains_adapters: bool) -> "TinkerTerms":
+def _tinker_terms(text: str, *, adapts_unembed: bool) -> "TinkerTerms":
     from pilotage.service.tinker_models import TinkerTerms
 
     parts = text.split("+")
     if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
         raise ConfigError(f"--tinker-gpus is TRAIN+SAMPLE, as in 4+4, got {text!r}")
     return TinkerTerms(
-        training_gpus=int(parts[0]), sampling_gpus=int(parts[1]), trains_adapters=trains_adapters
+        training_gpus=int(parts[0]), sampling_gpus=int(parts[1]), adapts_unembed=adapts_unembed
     )
 
 
@@ -81,7 +81,7 @@ async def serve(arguments: argparse.Namespace) -> int:
         capacity=_capacity(arguments.capacity),
         engine_command=(sys.executable, "-m", "pilotage.cli.engine", kind),
     )
-    terms = _tinker_terms(arguments.tinker_gpus, trains_adapters=kind == "ray")
+    terms = _tinker_terms(arguments.tinker_gpus, adapts_unembed=kind == "local")
     service = Service(jobs, None if arguments.no_auth else TokenBook(store), tinker=terms)
     try:
         await run(service, jobs, listen, lambda url: print(f"serving on {url}", flush=True))

@@ -1,4 +1,4 @@
-"""A checkpoint is an ordinary Hugging Face directory, plus an optimizer and a manifest.
+"""A checkpoint is an ordinary Hugging Face directory, or a peft adapter's, plus an optimizer and a manifest.
 
 Invariant: a directory that holds the manifest is complete. Everything is written into a directory beside
 the target, the manifest last, and renamed when it is on disk; a kill leaves the old state or the new one.
@@ -7,15 +7,14 @@ the target, the manifest last, and renamed when it is on disk; a kill leaves the
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from pilotage.algorithms import WeightsVersions
 from pilotage.errors import ConfigError, TrainerError
@@ -59,9 +58,8 @@ def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], N
             f"{target} could not be written: {error}; mend that, then resume the run"
         ) from error
     (partial / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
-    for path in partial.iterdir():
+    for path in (*partial.rglob("*"), partial):
         _sync(path)
-    _sync(partial)
     os.rename(partial, target)
     _sync(target.parent)
 
@@ -81,17 +79,21 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise ConfigError(f"{path} is not a manifest of this version: {error}") from error
 
 
-def save_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW) -> None:
-    """Write the moments by parameter name; parameters that were never stepped have none."""
+def save_optimizer(
+    directory: Path, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
+) -> None:
+    """Write the moments by the names of what is trained; weights that were never stepped have none."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in weights.items():
         state = optimizer.state.get(parameter)
         if state:
             tensors |= {f"{name}/{moment}": stored(moment, state[moment]) for moment in MOMENTS}
     save_file(tensors, directory / OPTIMIZER_FILE)
 
 
-def load_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.optim.AdamW) -> None:
+def load_optimizer(
+    directory: Path, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW
+) -> None:
     """Read moments into a fresh optimizer; without a file it stays fresh.
 
     Raises:
@@ -104,7 +106,7 @@ def load_optimizer(directory: Path, module: PreTrainedModel, optimizer: torch.op
         tensors = load_file(path)
     except SafetensorError as error:
         raise ConfigError(f"{path} cannot be read: {error}; go on from an earlier checkpoint") from error
-    for name, parameter in module.named_parameters():
+    for name, parameter in weights.items():
         moments = {moment: tensors.get(f"{name}/{moment}") for moment in MOMENTS}
         if moments["step"] is not None:
             optimizer.state[parameter] = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pilotage.engine.kv_cache import KvCache, Lease
+from pilotage.engine.lora import effective_weight
 from pilotage.types import TokenIds
 
 
@@ -121,16 +122,15 @@ class FusedDecoder:
 
     def load(self, module: PreTrainedModel) -> None:
         """Take over a module's weights and forget every context."""
-        weights = dict(module.named_parameters())
         prefix = module.base_model_prefix
-        self._embedding = weights[f"{prefix}.embed_tokens.weight"].detach().clone()
+        self._embedding = module.get_parameter(f"{prefix}.embed_tokens.weight").detach().clone()
         self._layers = [
-            _fuse(weights, f"{prefix}.layers.{index}.", self._layout)
+            _fuse(module.get_submodule(f"{prefix}.layers.{index}"), self._layout)
             for index in range(self._layout.num_layers)
         ]
         head = module.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        self._head = head.weight.detach() * weights[f"{prefix}.norm.weight"].detach()
+        assert head is not None
+        self._head = effective_weight(head) * module.get_parameter(f"{prefix}.norm.weight").detach()
         self._cache.forget()
 
     def acquire(self, context_ids: TokenIds) -> Lease | None:
@@ -269,11 +269,11 @@ def _rotations(module: PreTrainedModel, max_context_tokens: int) -> Tensor:
     return torch.polar(torch.full_like(angles, rotary.attention_scaling), angles).unsqueeze(1)
 
 
-def _fuse(weights: dict[str, nn.Parameter], prefix: str, layout: Layout) -> _Layer:
-    """Fuse the weights of one layer."""
+def _fuse(decoder_layer: nn.Module, layout: Layout) -> _Layer:
+    """Fuse the weights of one layer, with its adapters merged."""
 
     def weight(name: str) -> Tensor:
-        return weights[f"{prefix}{name}.weight"].detach()
+        return effective_weight(decoder_layer.get_submodule(name))
 
     D = layout.head_size
     # The module rotates dimension i with i + D/2; here a pair is stored side by side.

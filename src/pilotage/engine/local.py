@@ -19,6 +19,7 @@ from pilotage.algorithms import WeightsVersions
 from pilotage.engine.checkpoint import Manifest, read_manifest, write_checkpoint
 from pilotage.engine.decoder import Decoder
 from pilotage.engine.fused import FusedDecoder, Layout
+from pilotage.engine.lora import LoraOptions
 from pilotage.engine.module_decoder import ModuleDecoder
 from pilotage.engine.policy import check_model_dir, copy_tokenizer, eos_token_ids
 from pilotage.engine.sampling_loop import SamplingLoop
@@ -68,6 +69,7 @@ class LocalEngine:
         device: str | None = None,
         trainer_threads: int = 1,
         micro_batch_tokens: int = 4096,
+        lora: LoraOptions | None = None,
     ) -> "LocalEngine":
         """Load a Hugging Face causal language model for sampling and training.
 
@@ -78,9 +80,11 @@ class LocalEngine:
             device: None is the first CUDA device, or else the CPU.
             trainer_threads: intra-op threads of the trainer; the sampler always has one.
             micro_batch_tokens: tokens of one forward pass of the trainer, a shared prefix counted once.
+            lora: adapters to train instead of the weights.
 
         Raises:
-            ConfigError: the directory is no usable model, or nothing would ever stop it.
+            ConfigError: the directory is no usable model, the adapters do not fit it, or nothing would ever
+                stop it.
         """
         check_model_dir(model_dir)
         stops = eos_token_ids(model_dir) if stop_token_ids is None else tuple(stop_token_ids)
@@ -89,7 +93,7 @@ class LocalEngine:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
         def build() -> LocalEngine:
-            trainer = TorchTrainer(model_dir, device=chosen, micro_batch_tokens=micro_batch_tokens)
+            trainer = TorchTrainer(model_dir, device=chosen, micro_batch_tokens=micro_batch_tokens, lora=lora)
             decoder = build_decoder(
                 trainer.module, max_context_tokens=max_context_tokens, max_batch=max_batch
             )
@@ -172,8 +176,9 @@ class LocalEngine:
         await self._train(lambda: write_checkpoint(directory, manifest, write))
 
     async def load(self, directory: Path, *, weights_only: bool = False) -> None:
-        """See `Engine`. A plain model directory gives its weights, a fresh optimizer and version 0."""
-        check_model_dir(directory)
+        """See `Engine`. A plain model directory, or with LoRA a plain adapter directory, gives its weights, a
+        fresh optimizer and version 0.
+        """
         manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
         await self._train(lambda: self._trainer.load_state(directory, weights_only=weights_only))
         self._versions.restored(manifest.weights_version, is_published=manifest.is_published)

@@ -80,22 +80,23 @@ def tree_logprobs(module: PreTrainedModel, tree: PrefixTree, *, temperature: flo
     return project(hidden.index_select(0, predictors_n), _head(module), targets_n, temperature=temperature)
 
 
-def _head(module: PreTrainedModel) -> nn.Linear:
+def _head(module: PreTrainedModel) -> nn.Module:
     head = module.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
+    assert head is not None
     return head
 
 
 def project(
     hidden_nh: Tensor,
-    head: nn.Linear,
+    head: nn.Module,
     targets_n: Tensor,
     *,
     temperature: float,
     chunk_logits: int = _CHUNK_LOGITS,
 ) -> Tensor:
     """Return [n] log-probs of targets from hidden states, holding at most `chunk_logits` logits at a time."""
-    size = max(1, chunk_logits // head.out_features)
+    num_logits: int = head.out_features  # pyright: ignore[reportAssignmentType]
+    size = max(1, chunk_logits // num_logits)
     if targets_n.numel() <= size:
         return _gather(head(hidden_nh), targets_n, temperature)
 

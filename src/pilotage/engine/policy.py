@@ -106,10 +106,16 @@ def check_model_dir(directory: Path) -> None:
     """Refuse a directory that is no complete model.
 
     Raises:
-        ConfigError: it has no config.json, no weights or no tokenizer; the message names what is missing.
+        ConfigError: it has no config.json, no weights or no tokenizer, and the message names what is missing;
+            or it holds an adapter.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory; give a Hugging Face model directory")
+    if (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{directory} is an adapter and no model; give the peft_config that it was trained with, and the"
+            " model below it"
+        )
     missing = [
         name
         for name, found in (

@@ -6,9 +6,12 @@ are propagated back from there. A micro-batch holds whole rollouts, and denomina
 how a batch is split changes nothing.
 
 The module stays in evaluation mode: dropout would make the importance ratio a lie.
+
+With LoRA the adapter alone has gradients and moments, and the reference is the same module without it.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pilotage.engine.adapter_checkpoint import load_adapter, save_adapter, save_merged
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.logprobs import batch_logprobs, trained_logprobs
+from pilotage.engine.lora import LoraOptions, add_adapters, trained_weights, without_adapters
 from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.tree_attention import enable_trees
@@ -37,13 +42,31 @@ from pilotage.types import (
 class TorchTrainer:
     """Gradient accumulation and AdamW on a Hugging Face module in float32."""
 
-    def __init__(self, model_dir: Path, *, device: torch.device, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        device: torch.device,
+        micro_batch_tokens: int,
+        lora: LoraOptions | None = None,
+    ) -> None:
+        """Load a model.
+
+        Args:
+            lora: adapters to train instead of the weights.
+
+        Raises:
+            ConfigError: the directory is no usable model, or the adapters do not fit it.
+        """
         self.module: PreTrainedModel = load_module(model_dir, device=device)
+        if lora is not None:
+            add_adapters(self.module, lora)
+        self._lora = lora
         self._takes_trees = enable_trees(self.module)
         self._model_dir = model_dir
         self._micro_batch_tokens = micro_batch_tokens
         self._reference: PreTrainedModel | None = None
-        self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
+        self._optimizer = self._fresh_optimizer()
         self._num_backwards = 0
 
     def forward_backward(
@@ -126,26 +149,44 @@ class TorchTrainer:
         return values.double().cpu().numpy()
 
     def save_state(self, directory: Path, *, weights_only: bool = False) -> None:
-        """Write weights, config and, unless `weights_only`, the optimizer into an existing directory."""
-        self.module.save_pretrained(directory)
+        """Write weights, config and, unless `weights_only`, the optimizer into an existing directory.
+
+        With LoRA they are the adapter's, and with `weights_only` the merged model's beside them.
+        """
+        if self._lora is None:
+            self.module.save_pretrained(directory)
+        elif weights_only:
+            save_merged(directory, self.module, self._lora, base_dir=self._model_dir)
+        else:
+            save_adapter(directory, self.module, self._lora, base_dir=self._model_dir)
         if not weights_only:
-            save_optimizer(directory, self.module, self._optimizer)
+            save_optimizer(directory, trained_weights(self.module), self._optimizer)
 
     def load_state(self, directory: Path, *, weights_only: bool = False) -> None:
-        """Restore what `save_state` wrote; without an optimizer, or `weights_only`, a fresh one starts."""
-        module = load_module(directory, device=self.module.device)
-        self.module.load_state_dict(module.state_dict())
-        self._optimizer = torch.optim.AdamW(self.module.parameters(), foreach=True)
+        """Restore what `save_state` wrote; without an optimizer, or `weights_only`, a fresh one starts.
+
+        Raises:
+            ConfigError: the directory is no usable model, or holds no such adapter where one is trained.
+        """
+        if self._lora is None:
+            module = load_module(directory, device=self.module.device)
+            self.module.load_state_dict(module.state_dict())
+        else:
+            load_adapter(directory, self.module, self._lora)
+        self._optimizer = self._fresh_optimizer()
         if not weights_only:
-            load_optimizer(directory, self.module, self._optimizer)
+            load_optimizer(directory, trained_weights(self.module), self._optimizer)
         self.discard()
+
+    def _fresh_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(trained_weights(self.module).values(), foreach=True)
 
     def _add_gradient(
         self, samples: Sequence[Sample], loss: LossConfig, denominators: Denominators, totals: Totals
     ) -> int:
         """Forward, loss and backward of one micro-batch of whole rollouts; returns the tokens forwarded."""
-        logprobs, forwarded_tokens = self._forward(self.module, samples, loss.temperature)
         reference = self._reference_logprobs(samples, loss) if loss.kl_coef else None
+        logprobs, forwarded_tokens = self._forward(self.module, samples, loss.temperature)
         propagate(
             logprobs,
             samples,
@@ -161,8 +202,8 @@ class TorchTrainer:
         missing = [sample for sample in samples if sample.reference_logprobs is None]
         computed = np.zeros(0)
         if missing:
-            with torch.no_grad():
-                logprobs, _ = self._forward(self._frozen_reference(), missing, loss.temperature)
+            with torch.no_grad(), self._frozen_reference() as module:
+                logprobs, _ = self._forward(module, missing, loss.temperature)
             computed = to_numpy(logprobs)
         parts: list[NDArray[np.float64]] = []
         for sample in samples:
@@ -173,13 +214,20 @@ class TorchTrainer:
             parts.append(part)
         return np.concatenate(parts)
 
-    def _frozen_reference(self) -> PreTrainedModel:
-        """Load the weights that the engine was opened with, the first time they are needed."""
+    @contextlib.contextmanager
+    def _frozen_reference(self) -> Generator[PreTrainedModel]:
+        """Give the weights that the engine was opened with: those below the adapters, or else a second copy,
+        loaded the first time it is needed.
+        """
+        if self._lora is not None:
+            with without_adapters(self.module):
+                yield self.module
+            return
         if self._reference is None:
             self._reference = load_module(self._model_dir, device=self.module.device)
             self._reference.requires_grad_(False)
             enable_trees(self._reference)
-        return self._reference
+        yield self._reference
 
     def _split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Split a batch into micro-batches of whole rollouts."""

@@ -16,6 +16,7 @@ from pilotage.recipes.reference import changes
 from pilotage.rollouts.mcp_servers import McpServer
 from pilotage.rollouts.routes import Route
 from pilotage.trackers.names import TrackerName
+from pilotage.wire.jobs import PeftConfig
 
 
 class _Section(BaseModel):
@@ -38,6 +39,7 @@ class PolicySettings(_Section):
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one forward pass of the trainer, a shared prefix counted once; less needs less memory, and
     changes no result."""
+    peft_config: PeftConfig | None = None
 
 
 class TaskSettings(_Section):
@@ -187,6 +189,14 @@ class Recipe(_Section):
                     f"recipe {self.name} is a reference and stays as it is, but {changed[0]};"
                     " give the fork a name of its own, name=..."
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ask_tinker_in_its_own_words(self) -> Self:
+        if self.backend == "tinker" and self.policy.peft_config is not None:
+            raise ValueError(
+                "policy.peft_config is for the backends local and cortex; give tinker.lora_rank instead"
+            )
         return self
 
     def resolved(self) -> dict[str, Any]:

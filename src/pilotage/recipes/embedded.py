@@ -11,15 +11,28 @@ if TYPE_CHECKING:
 
 
 async def open_local(recipe: Recipe, model: Path, renderer: TemplateRenderer) -> "LocalEngine":
-    """Open the local engine on `model` with the recipe's sizes."""
+    """Open the local engine on `model` with the recipe's sizes; an adapter goes onto the recipe's model."""
     from pilotage.engine import LocalEngine  # imports torch, which a driver of a service does without
+    from pilotage.engine.adapter_checkpoint import find_adapter
+    from pilotage.engine.lora import LoraOptions
 
     policy = recipe.policy
-    return await LocalEngine.open(
-        model,
+    lora = LoraOptions.of(policy.peft_config, seed=recipe.loop.seed)
+    has_adapter = lora is not None and find_adapter(model) is not None
+    engine = await LocalEngine.open(
+        policy.model if has_adapter else model,
         max_context_tokens=policy.max_context_tokens,
         max_batch=policy.max_batch,
         stop_token_ids=renderer.stop_token_ids,
         trainer_threads=policy.trainer_threads,
         micro_batch_tokens=policy.micro_batch_tokens,
+        lora=lora,
     )
+    if has_adapter:
+        try:
+            await engine.load(model, weights_only=True)
+            await engine.publish()
+        except BaseException:
+            await engine.close()
+            raise
+    return engine

@@ -78,10 +78,12 @@ def changes(config: Mapping[str, Any], reference: str) -> list[Change]:
 
 
 def hyperparameter_digest(config: Mapping[str, Any]) -> str:
-    """Return 12 hexadecimal digits of what a run learns by: its loop, without seed and steps, and limits."""
+    """Return 12 hexadecimal digits of what a run learns by: limits, adapter, loop without seed and steps."""
     loop = {key: value for key, value in config["loop"].items() if key not in ("seed", "num_steps")}
     rollouts = {key: _value(config, f"rollouts.{key}") for key in ("max_turns", "tools", "expects_hand_in")}
     kept = {"loop": loop, "rollouts": rollouts, "context": _value(config, "policy.max_context_tokens")}
+    if (adapter := _value(config, "policy.peft_config")) is not None:
+        kept["adapter"] = adapter
     return hashlib.sha256(orjson.dumps(kept, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
 
 

@@ -145,8 +145,12 @@ def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | N
         max_seq_len=policy.max_context_tokens,
         train_batch_size=loop.tasks_per_step * loop.group_size,
         n_gpus=job.training_gpus,
+        peft_config=policy.peft_config,
     )
-    sampling = InferenceConfig(max_seq_len=policy.max_context_tokens, n_gpus=job.sampling_gpus)
+    sampling = InferenceConfig(
+        max_seq_len=policy.max_context_tokens, n_gpus=job.sampling_gpus, peft_config=policy.peft_config
+    )
+    seed = None if policy.peft_config is None else loop.seed
     sizes = EngineSizes(
         max_batch=policy.max_batch,
         micro_batch_tokens=policy.micro_batch_tokens,
@@ -155,7 +159,7 @@ def job_plan(recipe: Recipe, renderer: TemplateRenderer, run_directory: Path | N
     )
     body = CreateJobBody(
         sub_job_configs=(
-            SubJobBody(job_type="training", model_name=model, training_config=training),
+            SubJobBody(job_type="training", model_name=model, training_config=training, seed=seed),
             SubJobBody(job_type="sampling", model_name=model, inference_config=sampling),
         ),
         hardware=job.hardware,

@@ -273,7 +273,8 @@ async def warm_start(recipe: Recipe, out: Path, *, model: Path | None, report: R
     report(f"demonstrations: {len(samples)} scripted rollouts")
     if model is None:
         create_policy(initial, config=POLICY, tokenizer_dir=tokenizer_dir, seed=recipe.loop.seed)
-    engine = await open_local(recipe, initial, load_renderer(initial))
+    whole = recipe.policy.model_copy(update={"peft_config": None})
+    engine = await open_local(recipe.model_copy(update={"policy": whole}), initial, load_renderer(initial))
     try:
         if model is None:
             tokenizer = TokenizerFile.load(initial)

@@ -102,7 +102,7 @@ class Service:
             job("/experiment-run", self._experiment_run, "GET"),
             job("/checkpoints", self._checkpoints, "GET"),
             job("/checkpoints/{checkpoint_id}:export", self._export, "POST"),
-            job("/checkpoints/{checkpoint_id}/files/{name}", self._file, "GET"),
+            job("/checkpoints/{checkpoint_id}/files/{name:path}", self._file, "GET"),
             job("/checkpoints/{checkpoint_id}", self._delete, "DELETE"),
             *data_plane,
             job("/load", self._load, "POST"),

@@ -7,6 +7,7 @@ the disk alone says what there is, whatever was killed when.
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from hashlib import file_digest
 from pathlib import Path
 
@@ -76,9 +77,9 @@ class Checkpoints:
         return record
 
     def files(self, checkpoint_id: str) -> dict[str, int]:
-        """Return name and size in bytes of a checkpoint's files."""
+        """Return name and size in bytes of a checkpoint's files; one in a directory is named with it."""
         self.get(checkpoint_id)
-        return {path.name: path.stat().st_size for path in sorted(self.path_of(checkpoint_id).iterdir())}
+        return {name: path.stat().st_size for name, path in _files(self.path_of(checkpoint_id))}
 
     def file(self, checkpoint_id: str, name: str) -> Path:
         """Return the path of one file.
@@ -111,10 +112,17 @@ class Checkpoints:
         return directory.with_name(f"{directory.name}.json")
 
 
+def _files(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the files below a directory, by name."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(directory).as_posix(), path
+
+
 def _measure(directory: Path) -> tuple[int, str]:
     """Return size in bytes and digest of all files."""
     files: dict[str, tuple[int, str]] = {}
-    for path in directory.iterdir():
+    for name, path in _files(directory):
         with path.open("rb") as file:
-            files[path.name] = path.stat().st_size, file_digest(file, "sha256").hexdigest()
+            files[name] = path.stat().st_size, file_digest(file, "sha256").hexdigest()
     return sum(size for size, _ in files.values()), checkpoint_digest(files)

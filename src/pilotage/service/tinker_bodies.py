@@ -40,14 +40,24 @@ class _AdamChoice(BaseModel):
     type: str = Field(default="adamw", pattern="^adamw$")
 
 
+class LoraBody(_Body):
+    """An adapter: its rank, its seed, and on which layers it is."""
+
+    rank: int = Field(ge=1, le=4096)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
 class CreateModelBody(_Body):
-    """Makes a model to train. `lora_config` asks for an adapter."""
+    """Makes a model to train. `lora_config` asks for an adapter; without, all weights are trained."""
 
     session_id: str
     model_seq_id: int = Field(ge=0, lt=10**9)
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: dict[str, Any] | None = None
+    lora_config: LoraBody | None = None
     optimizer_config: _AdamChoice = _AdamChoice()
 
 

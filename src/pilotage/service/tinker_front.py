@@ -166,8 +166,10 @@ class TinkerFront:
         self._place(request)
         await self._read(request, SessionBody)
         warning = None
-        if not self._terms.trains_adapters:
-            warning = "this server trains all weights of a model; the rank of a lora_config is not used"
+        if not self._terms.adapts_unembed:
+            warning = (
+                "adapters leave the output projection as it is on this server, whatever train_unembed says"
+            )
         reply = {"type": "create_session", "session_id": uuid.uuid4().hex, "warning_message": warning}
         return json_response(reply)
 
@@ -193,10 +195,11 @@ class TinkerFront:
     async def _create_model(self, request: Request) -> Response:
         place, body = self._place(request), await self._read(request, CreateModelBody)
         model_id = model_id_of(body.session_id, "train", body.model_seq_id)
-        adapter = (
-            adapter_asked(body.lora_config) if self._terms.trains_adapters and body.lora_config else None
-        )
-        self._ensure(place, model_id, self._body(body.base_model, adapter=adapter))
+        wanted = self._body(body.base_model)
+        if (lora := body.lora_config) is not None:
+            adapter = adapter_asked(lora, adapts_unembed=self._terms.adapts_unembed)
+            wanted = self._body(body.base_model, adapter=adapter, seed=lora.seed)
+        self._ensure(place, model_id, wanted)
         return json_response({"request_id": f"{job_id_of(model_id)}:created", "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:

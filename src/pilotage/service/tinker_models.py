@@ -10,6 +10,7 @@ import orjson
 
 from pilotage.service.jobs import Job
 from pilotage.service.refusals import Refusal
+from pilotage.service.tinker_bodies import LoraBody
 from pilotage.wire.core import ErrorCode
 from pilotage.wire.jobs import CreateJobBody
 
@@ -18,6 +19,14 @@ LEASE_S = 180.0
 _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}")
 _MODEL = re.compile(r"([A-Za-z0-9-]{1,64}):(train|sample):([0-9]{1,9})")
 _MAX_CONTEXT_TOKENS = 32_768
+_LORA_ALPHA = 32
+"""For every rank."""
+_TARGETS = {
+    "train_attn": r".*\.(self_attn|linear_attn)\.\w*proj\w*",
+    "train_mlp": r".*\.mlp\.(.+\.)?\w*proj",
+    "train_unembed": r"(.+\.)?lm_head",
+}
+"""Which layers each switch of a lora_config means, by the names that most families give them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +37,8 @@ class TinkerTerms:
     """Of a model's trainer."""
     sampling_gpus: int = 1
     """Of a sampler."""
-    trains_adapters: bool = False
-    """Whether engines know LoRA; without, all weights are trained."""
+    adapts_unembed: bool = True
+    """Whether an engine puts adapters on the output projection too."""
 
 
 def model_id_of(session_id: str, kind: str, number: int) -> str:
@@ -65,6 +74,7 @@ def job_body(
     name: str,
     *,
     adapter: Mapping[str, Any] | None = None,
+    seed: int | None = None,
     source: Mapping[str, str] | None = None,
     trains: bool = True,
     with_optimizer: bool = True,
@@ -73,6 +83,7 @@ def job_body(
 
     Args:
         models: name -> directory of those that there are.
+        seed: of the adapter's first weights.
         source: checkpoint that it starts from.
 
     Raises:
@@ -92,7 +103,7 @@ def job_body(
         {"job_type": "sampling", "inference_config": {"n_gpus": terms.sampling_gpus} | shared}
     ]
     if trains:
-        parts.insert(0, {"job_type": "training", "training_config": training | shared})
+        parts.insert(0, {"job_type": "training", "training_config": training | shared, "seed": seed})
     same = {"model_name": name, "source_checkpoint_info": source}
     content = {
         "sub_job_configs": [part | same for part in parts],
@@ -103,18 +114,26 @@ def job_body(
     return CreateJobBody.model_validate(content)
 
 
-def adapter_asked(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the adapter that a lora_config asks for."""
-    rank = lora.get("rank")
-    if type(rank) is not int or not 1 <= rank <= 4096:
-        raise Refusal(ErrorCode.INVALID, "a rank is 1 to 4096", path="lora_config.rank")
-    if not (lora.get("train_mlp", True) and lora.get("train_attn", True)) or lora.get("seed") is not None:
+def adapter_asked(lora: LoraBody, *, adapts_unembed: bool) -> dict[str, Any]:
+    """Return the adapter that a lora_config asks for.
+
+    Args:
+        adapts_unembed: see `TinkerTerms`; without, the output projection stays as it is.
+
+    Raises:
+        Refusal: nothing would be trained.
+    """
+    wanted = {name for name in _TARGETS if getattr(lora, name)}
+    if not adapts_unembed:
+        wanted.discard("train_unembed")
+    if not wanted:
         raise Refusal(
-            ErrorCode.INVALID,
-            "adapters are put into all linear layers, from a seed of the server's",
-            path="lora_config",
+            ErrorCode.INVALID, "a lora_config trains some layers; this one none", path="lora_config"
         )
-    return {"peft_type": "Lora", "target_modules": "all-linear", "r": rank, "lora_alpha": 32}
+    targets = "|".join(pattern for name, pattern in _TARGETS.items() if name in wanted)
+    if wanted == {"train_attn", "train_mlp"}:
+        targets = "all-linear"
+    return {"peft_type": "Lora", "target_modules": targets, "r": lora.rank, "lora_alpha": _LORA_ALPHA}
 
 
 def adapter_of(job: Job) -> dict[str, Any] | None:

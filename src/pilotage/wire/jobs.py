@@ -121,14 +121,21 @@ class _Tunable(BaseModel):
 
 
 class PeftConfig(Closed):
-    """A LoRA adapter that is trained instead of the model; with dropout or biases it cannot be had."""
+    """A LoRA adapter that is trained instead of all weights; with dropout or biases it cannot be had."""
 
     peft_type: Literal["Lora"]
+    """The one kind there is."""
     target_modules: str | tuple[str, ...] = Field(min_length=1)
+    """Names of layers or their last parts, a regular expression of whole names, or `all-linear`: all but the
+    output projection."""
     r: int = Field(default=8, ge=1, le=4096)
+    """Rank."""
     lora_alpha: int = Field(default=8, ge=1, le=65_536)
+    """The adapter's product is scaled by `lora_alpha` / `r`."""
     lora_dropout: Literal[0] = 0
+    """It would make the importance ratio a lie."""
     bias: Literal["none"] = "none"
+    """Which biases are trained."""
 
 
 class TrainingConfig(_Tunable):
@@ -177,7 +184,8 @@ class SubJobBody(Closed):
     inference_config: InferenceConfig | None = None
     global_batch_size: int | None = None
     dtype: str | None = None
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Of an adapter's first weights, which is all that is random in a trainer; absent is 0."""
     post_init_hooks: tuple[str, ...] = Field(default=(), max_length=0, alias="model_post_init")
     """Hooks in the server's process; there are none."""
     source_checkpoint_info: SourceCheckpoint | None = None
@@ -276,8 +284,13 @@ class CreateJobBody(BaseModel):
 
     @property
     def adapter(self) -> PeftConfig | None:
-        """The adapter that is trained; None trains the whole model."""
-        return None if self.trainer is None else _peft(self.trainer)
+        """The adapter that is trained or sampled from; None is the whole model."""
+        return _peft(self.sub_job_configs[0])
+
+    @property
+    def adapter_seed(self) -> int:
+        """Seed of the adapter's first weights."""
+        return 0 if self.trainer is None else self.trainer.seed or 0
 
     @property
     def max_context_tokens(self) -> int:

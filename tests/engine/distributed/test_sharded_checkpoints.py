@@ -12,10 +12,10 @@ from tests.engine.distributed.test_fsdp import ADAM, GSPO
 from tests.engine.distributed.worlds import World, one_rank
 from tests.engine.test_trainer import batch
 
+from pilotage.engine.adapter_checkpoint import ADAPTER_FILE
 from pilotage.engine.checkpoint import OPTIMIZER_FILE, Manifest, read_manifest, write_checkpoint
 from pilotage.engine.distributed.fsdp import TrainerOptions
-from pilotage.engine.distributed.sharded_checkpoint import ADAPTER_FILE
-from pilotage.engine.distributed.sharding import LoraOptions
+from pilotage.engine.lora import LoraOptions
 from pilotage.engine.policy import copy_tokenizer
 from pilotage.engine.trainer import TorchTrainer
 from pilotage.errors import ConfigError, TrainerError

@@ -25,17 +25,11 @@ from transformers import PreTrainedModel
 from pilotage.engine.checkpoint import Manifest, write_checkpoint
 from pilotage.engine.distributed.packing import plan
 from pilotage.engine.distributed.sharded_checkpoint import ShardedState
-from pilotage.engine.distributed.sharding import (
-    LoraOptions,
-    Scorer,
-    add_adapters,
-    full_weights,
-    shard,
-    weight_shapes,
-)
+from pilotage.engine.distributed.sharding import Scorer, full_weights, shard
 from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
+from pilotage.engine.lora import LoraOptions, add_adapters, is_adapted, merged_shapes
 from pilotage.engine.modules import load_module
-from pilotage.errors import PilotageError, TrainerError
+from pilotage.errors import ConfigError, PilotageError, TrainerError
 from pilotage.types import AdamParams, Denominators, ForwardBackwardResult, LossConfig, Sample, StepResult
 
 type _Floats32 = NDArray[np.float32]
@@ -92,6 +86,8 @@ class FsdpTrainer:
         module = load_module(model_dir, device=torch.device("cpu"))
         if options.lora is not None:
             add_adapters(module, options.lora)
+            if is_adapted(module.get_output_embeddings()):
+                raise ConfigError("the output projection can have an adapter on the local engine only")
         self._scorer = self._shard(module, recompute=options.recompute_activations)
         self._state = ShardedState(module, source_dir=model_dir, lora=options.lora, group=self._group)
         self._reference: Scorer | None = None
@@ -193,7 +189,7 @@ class FsdpTrainer:
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of what `weights` yields, in its order."""
-        return weight_shapes(self.module)
+        return merged_shapes(self.module)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, adapters merged, in the compute type; every rank must exhaust it."""

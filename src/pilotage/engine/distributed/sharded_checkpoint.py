@@ -14,22 +14,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
+from pilotage.engine.adapter_checkpoint import ADAPTER_FILE, require_adapter, write_adapter_config
 from pilotage.engine.checkpoint import MOMENTS, OPTIMIZER_FILE, stored
-from pilotage.engine.distributed.sharding import LoraOptions, adapter_names
+from pilotage.engine.lora import LoraOptions, trained_weights
 from pilotage.engine.modules import load_module
 from pilotage.engine.policy import copy_tokenizer
-from pilotage.errors import ConfigError
 from pilotage.types import AdamParams
 
 WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter_model.safetensors"
 _JOINED_FILE = "model-00001-of-00001.safetensors"
 
 
@@ -55,7 +54,6 @@ class ShardedState:
         self._source_dir = source_dir
         self._lora = lora
         self._group = group
-        self._names = adapter_names(module) or {name: name for name, _ in module.named_parameters()}
         self._optimizer = self._fresh()
 
     def step(self, params: AdamParams) -> None:
@@ -75,15 +73,15 @@ class ShardedState:
 
     def write(self, directory: Path, *, weights_only: bool) -> None:
         """Write weights, config and, unless `weights_only`, moments into an existing directory."""
-        trained = self._trained()
+        trained = trained_weights(self._module)
         _write_tensors(
             directory,
             WEIGHTS_FILE if self._lora is None else ADAPTER_FILE,
-            {self._names[name]: parameter.detach() for name, parameter in trained.items()},
+            {name: parameter.detach() for name, parameter in trained.items()},
             self._group,
         )
         moments = {
-            f"{self._names[name]}/{moment}": stored(moment, self._optimizer.state[parameter][moment])
+            f"{name}/{moment}": stored(moment, self._optimizer.state[parameter][moment])
             for name, parameter in trained.items()
             if parameter in self._optimizer.state
             for moment in MOMENTS
@@ -104,29 +102,23 @@ class ShardedState:
             module = load_module(directory, device=torch.device("cpu"))
             options = StateDictOptions(full_state_dict=True)
             set_model_state_dict(self._module, module.state_dict(), options=options)
-        elif not (directory / ADAPTER_FILE).is_file():
-            raise ConfigError(f"{directory} holds no {ADAPTER_FILE}; an adapter is what is trained here")
         else:
-            weights = {self._names[name]: p.detach() for name, p in self._trained().items()}
-            _read_tensors(directory, weights, self._group)
+            weights = {name: p.detach() for name, p in trained_weights(self._module).items()}
+            _read_tensors(require_adapter(directory, self._lora), weights, self._group)
         self._optimizer = self._fresh()
         if not weights_only and (directory / OPTIMIZER_FILE).is_file():
             self._read_moments(directory)
 
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-
     def _fresh(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self._trained().values(), foreach=True)
+        return torch.optim.AdamW(trained_weights(self._module).values(), foreach=True)
 
     def _read_moments(self, directory: Path) -> None:
         """Fill the moments of every weight that the file names; a weight that was never stepped has none."""
         with safe_open(directory / OPTIMIZER_FILE, framework="pt") as file:
             in_file = set(file.keys())
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self._trained().items():
-            key = self._names[name]
-            if f"{key}/step" not in in_file:
+        for name, parameter in trained_weights(self._module).items():
+            if f"{name}/step" not in in_file:
                 continue
             slices = parameter.detach()
             state = {
@@ -135,23 +127,13 @@ class ShardedState:
                 "step": torch.zeros(()),
             }
             self._optimizer.state[parameter] = state
-            tensors |= {f"{key}/{moment}": stored(moment, value) for moment, value in state.items()}  # views
+            tensors |= {f"{name}/{moment}": stored(moment, value) for moment, value in state.items()}  # views
         _read_tensors(directory, tensors, self._group)
 
     def _write_config(self, directory: Path) -> None:
         """Write what a reader of the weights needs beside them."""
         if self._lora is not None:
-            from peft import LoraConfig
-
-            config = LoraConfig(
-                base_model_name_or_path=str(self._source_dir),
-                task_type="CAUSAL_LM",
-                inference_mode=True,
-                r=self._lora.rank,
-                lora_alpha=self._lora.alpha,
-                target_modules=self._lora.targets,
-            )
-            config.save_pretrained(str(directory))
+            write_adapter_config(directory, self._lora, base_dir=self._source_dir)
             return
         self._module.config.save_pretrained(directory)
         if (generation := self._module.generation_config) is not None:  # pyright: ignore[reportUnnecessaryComparison]
