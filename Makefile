@@ -33,7 +33,7 @@ test: $(STAMP)  ## run every test; ARGS='-k proxy' for some
 	@$(BIN)/python scripts/fetch_test_tokenizers.py || echo "tests that need what is missing will be skipped"
 	@echo "installing the public cortex-training client into $(STOCK_VENV), for the tests of the service"
 	@scripts/install_stock_client.sh $(VENV) $(STOCK_VENV) || echo "tests that need it will be skipped"
-	PILOTAGE_STOCK_PYTHON=$(abspath $(STOCK_VENV))/bin/python $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	PILOTAGE_STOCK_PYTHON=$(abspath $(STOCK_VENV))/bin/python $(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## format, lint, types and layers
 	$(BIN)/ruff format --check $(PYTHON_FILES)

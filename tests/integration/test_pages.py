@@ -61,8 +61,8 @@ def shown_lines() -> Iterator[str]:
     """Commands of the pages' blocks; blocks in another language than the shell's are none."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            if not block.startswith("["):
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            if not language and not block.startswith("["):
                 yield from (line for line in block.splitlines() if line.strip())
 
 

@@ -106,13 +106,13 @@ class RayHosts:
         """Switch everything off and remove the network."""
         for number in self._hosts:
             self.switch_off(number)
-            _ip("netns", "del", f"pilotage-{number}")
+            _forget("netns", "del", f"pilotage-{number}")
             # The kernel keeps a network, and its end of a cable, until its sockets have closed.
-            _ip("link", "del", f"pilotage-v{number}")
+            _forget("link", "del", f"pilotage-v{number}")
         if self._head is not None:
             self._head.kill()
             self._head.wait()
-        _ip("link", "del", _BRIDGE)
+        _forget("link", "del", _BRIDGE)
 
 
 def _ip(*arguments: str) -> str:
@@ -120,5 +120,5 @@ def _ip(*arguments: str) -> str:
 
 
 def _forget(*arguments: str) -> None:
-    """Remove what a run that was killed may have left."""
+    """Remove what may be there or not."""
     subprocess.run(["ip", *arguments], capture_output=True, check=False)

@@ -80,7 +80,7 @@ async def test_a_host_that_loses_its_power_costs_an_attempt_and_comes_back(
         tasks=TaskSettings(train=(tmp_path / "tasks",)),
         rollouts=RolloutSettings(concurrency=NUM_AT_ONCE, workers=1, ray_address=ADDRESS),
     )
-    async with open_ray(ADDRESS) as cluster, asyncio.timeout(60):
+    async with open_ray(ADDRESS) as cluster, asyncio.timeout(240):
         assert cluster.address == HEAD
         while len(await cluster.hosts()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.2)

@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import os
-import socket
-import sys
 from collections.abc import Sequence
 
+from pilotage.rollouts.children import start_child
 from pilotage.rollouts.frames import Frames
 from pilotage.rollouts.register import sweep
 from pilotage.rollouts.trial import TrialSpec
@@ -33,17 +31,7 @@ class LocalProcess:
 
 
 async def _start_worker() -> Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "pilotage.rollouts.worker", str(theirs.fileno()), str(os.getpid())),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # an interrupt at the terminal reaches them through us, in order
-        )
-    reader, writer = await asyncio.open_connection(sock=ours)
+    process, reader, writer = await start_child("pilotage.rollouts.worker")
     return Worker(LocalProcess(process), Frames(reader, writer))
 
 

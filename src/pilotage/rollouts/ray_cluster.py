@@ -9,19 +9,15 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
-import socket
-import sys
 from collections.abc import AsyncGenerator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from pilotage.errors import ConfigError
+from pilotage.rollouts.children import start_child
 from pilotage.rollouts.hosted_worker import HostOrder, written
 
 _CONNECT_S = 60.0
-_LINE_BYTES = 1 << 20
-"""Of thousands of hosts."""
 
 
 def check_ray() -> None:
@@ -133,18 +129,7 @@ class RayCluster:
 
 
 async def _start_helper(ray_address: str) -> tuple[_Helper, str]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "pilotage.rollouts.ray_helper", str(theirs.fileno()), str(os.getpid()), ray_address),
-            pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
+    process, reader, writer = await start_child("pilotage.rollouts.ray_helper", ray_address, is_quiet=True)
     first: dict[str, Any] = {}
     try:
         with contextlib.suppress(TimeoutError):
