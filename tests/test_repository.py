@@ -195,7 +195,7 @@ def block_lines() -> Iterator[str]:
     """Lines that pages show in blocks, without variables set before a command."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for block in re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             yield from (re.sub(r"^([A-Z]+=\S* )+", "", line) for line in block.splitlines())
 
 
