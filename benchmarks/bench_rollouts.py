@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, override
 
@@ -30,17 +31,18 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.trial.trial import Trial
-from pilotage.loops.synchronous import train_requests
 from tests.rollouts.rig import HAND_IN, policy, request_for, write_task
 
 from pilotage.datasets.harbor_tasks import load_tasks
+from pilotage.loops import LoopSettings
+from pilotage.loops.requests import group_requests, task_of_group
 from pilotage.recipes.config import load_recipe
 from pilotage.recipes.stack import open_stack
 from pilotage.rollouts.local_workers import LocalProcess
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.third_party import prepare
 from pilotage.rollouts.trial import AgentChoice
-from pilotage.types import Outcome, Task
+from pilotage.types import Outcome, RolloutRequest, Task
 
 _DEMO = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 
@@ -274,18 +276,30 @@ async def concurrent(levels: list[int], workers: int) -> None:
     print(f"driver: {rss_mb(os.getpid()):.0f} MB, {files} files, {threading.active_count()} threads")
 
 
+def requests_of(tasks: Sequence[Task], settings: LoopSettings, *, step: int) -> list[RolloutRequest]:
+    """Return the rollouts of a synchronous step."""
+    numbers = range((step - 1) * settings.tasks_per_step, step * settings.tasks_per_step)
+    return [
+        request
+        for number in numbers
+        for request in group_requests(
+            task_of_group(tasks, number, seed=settings.seed), number, settings=settings
+        )
+    ]
+
+
 async def demo(steps: int) -> None:
     recipe = load_recipe(_DEMO)
     tasks = load_tasks(recipe.tasks.train)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         async with open_stack(recipe, model=recipe.policy.model, trials_directory=Path(directory)) as stack:
-            warm = train_requests(tasks, settings=recipe.loop, step=steps + 1)[: 2 * recipe.rollouts.workers]
+            warm = requests_of(tasks, recipe.loop, step=steps + 1)[: 2 * recipe.rollouts.workers]
             await asyncio.gather(*map(stack.runner.run, warm))
             print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
             pids = await worker_pids(stack.runner)
             for step in range(1, steps + 1):
-                requests = train_requests(tasks, settings=recipe.loop, step=step)
+                requests = requests_of(tasks, recipe.loop, step=step)
                 before, started = parts_cpu_s(pids), time.perf_counter()
                 rollouts = await asyncio.gather(*map(stack.runner.run, requests))
                 seconds = time.perf_counter() - started
@@ -297,7 +311,7 @@ async def demo(steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("overhead").add_argument("--pairs", type=int, default=40)
     second = commands.add_parser("concurrent")

@@ -165,6 +165,11 @@ class Bench:
         return (apart / whole) ** 0.5
 
 
+def _nothing(completions: Sequence[object], **_: object) -> list[float]:
+    """Reward everything alike."""
+    return [0.0] * len(completions)
+
+
 class TrlStep:
     """TRL's GRPO loss and its gradient on the same tokens: a row for each rollout, tool output masked."""
 
@@ -189,7 +194,7 @@ class TrlStep:
         self.module = load_module(model, device=torch.device("cpu"))
         self.trainer = GRPOTrainer(
             model=self.module,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            reward_funcs=_nothing,
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": "a"}] * GROUP_SIZE),
             processing_class=tokenizer,

@@ -180,12 +180,13 @@ async def measure(runs: Path, steps: int) -> None:
                 print(f"{label}:")
                 for page, address in pages.items():
                     seconds: list[float] = []
+                    size = 0.0
                     for _ in range(1 if label == "no index" else 5):
                         started = time.perf_counter()
                         answer = await client.get(address)
                         answer.raise_for_status()
                         seconds.append(time.perf_counter() - started)
-                    size = len(answer.content) / 1e6
+                        size = len(answer.content) / 1e6
                     spread = f"{min(seconds):.2f} to {max(seconds):.2f}"
                     print(f"  {page:12} {statistics.median(seconds):6.2f} s  ({spread})  {size:6.2f} MB")
                 if label == "no index":

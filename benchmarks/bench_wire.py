@@ -58,12 +58,15 @@ def make_batch() -> dict[str, Any]:
 def serve_stock(batch_file: Path) -> None:
     """Answer each line of standard input with one measurement of the public codec."""
     import torch
-    from cortex_training import wire
+    from cortex_training import wire  # pyright: ignore[reportMissingImports]
+
+    def total(tensor: torch.Tensor) -> float:
+        return float(tensor.sum())
 
     torch.set_num_threads(1)
     batch = wire.loads(batch_file.read_bytes())
     for _ in sys.stdin:
-        print(measure(lambda: wire.dumps(batch), wire.loads, lambda tensor: float(tensor.sum())), flush=True)
+        print(measure(lambda: wire.dumps(batch), wire.loads, total), flush=True)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def main(stock_python: str, repeats: int) -> None:

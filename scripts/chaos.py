@@ -71,7 +71,7 @@ def run_faults(chosen: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     verbs = parser.add_subparsers(required=True)
     killing = verbs.add_parser("kills", help="kill processes of runs, which are then resumed")
     killing.add_argument("--count", type=int, default=50, help="kills (%(default)s)")

@@ -199,8 +199,8 @@ def campaign(num_rollouts: int, num_kills: int, seed: int, kinds: Sequence[str] 
         os.environ["XDG_RUNTIME_DIR"] = str(base / "run")  # a register of its own
         prepare()
         logging.getLogger("openhands").setLevel(logging.CRITICAL)  # dying sandboxes are the point
-        import pilotage.rollouts.conversation  # imported once: drivers are forks of this process
-        import pilotage.rollouts.openhands_agent  # noqa: F401
+        import pilotage.rollouts.conversation  # pyright: ignore[reportUnusedImport]  # once: drivers are forks
+        import pilotage.rollouts.openhands_agent  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
         task = write_task(base / "tasks")
         for index, kind in enumerate(order):
@@ -220,7 +220,7 @@ def print_row(result: BatchResult) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rollouts", type=int, default=100)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
