@@ -11,12 +11,15 @@ import contextlib
 import sys
 from pathlib import Path
 
-import ray
-from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
-from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.entrypoints.main_base import BasePPOExp
-from skyrl.train.utils import validate_cfg
-from skyrl.train.utils.utils import initialize_ray
+try:
+    import ray
+    from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.utils import validate_cfg
+    from skyrl.train.utils.utils import initialize_ray
+except ModuleNotFoundError as error:
+    sys.exit(f"train: {error.name} is not installed in this environment; docs/how-to.md says how to make one")
 
 from pilotage.integrations.skyrl import InferenceClient, SkyRLGenerator, SkyRLSampler
 from pilotage.proxy import ChatCompletionsProxy, serve
