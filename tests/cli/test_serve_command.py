@@ -23,3 +23,20 @@ def test_a_service_that_knows_nobody_or_would_show_tokens_is_not_started(
     said = capsys.readouterr().err
     assert complaint in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--tinker-gpus", "x"), "--tinker-gpus is TRAIN+SAMPLE, as in 4+4, got 'x'"),
+        (("--capacity", "many"), "many"),
+        (("--models", "nowhere"), "--models nowhere is no directory"),
+    ],
+)
+def test_a_wrong_option_leaves_no_data_directory(
+    words: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "service"
+    assert main(["serve", "--no-auth", "--models", str(tmp_path), "--data", str(data), *words]) == 2
+    assert complaint in capsys.readouterr().err
+    assert not data.exists()

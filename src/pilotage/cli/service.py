@@ -70,18 +70,19 @@ async def serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"tokens would cross the network to {listen.host} in the clear; give --tls-cert")
     if not arguments.models.is_dir():
         raise ConfigError(f"--models {arguments.models} is no directory; give the one that holds your models")
-    store = Store(arguments.data / "service.db")
+    kind = _engine_kind(arguments.engine)
+    terms = _tinker_terms(arguments.tinker_gpus, adapts_unembed=kind == "local")
+    capacity = _capacity(arguments.capacity)
+    store = Store(arguments.data / "service.db")  # made from here on
     if not arguments.no_auth and not store.tokens():
         raise ConfigError("nobody has a token yet; run `pilotage token create NAME` first, or give --no-auth")
-    kind = _engine_kind(arguments.engine)
     jobs = Jobs(
         store,
         directory=arguments.data.resolve() / "jobs",
         models=arguments.models,
-        capacity=_capacity(arguments.capacity),
+        capacity=capacity,
         engine_command=(sys.executable, "-m", "pilotage.cli.engine", kind),
     )
-    terms = _tinker_terms(arguments.tinker_gpus, adapts_unembed=kind == "local")
     service = Service(jobs, None if arguments.no_auth else TokenBook(store), tinker=terms)
     try:
         await run(service, jobs, listen, lambda url: print(f"serving on {url}", flush=True))
