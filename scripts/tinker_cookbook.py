@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pilotage.service.tinker_routes import checkpoint_of
+
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = ROOT / ".cache" / "tokenizers" / "qwen3"
 TEMPLATE = ROOT / ".cache" / "tokenizers" / "templates" / "qwen3.jinja"
@@ -122,9 +124,8 @@ def run_recipe(python: str, work: Path, url: str, name: str, *settings: str) -> 
 def saved_model(log: Path, data: Path) -> Path:
     """Return the directory of the model that a recipe saved last, its adapter merged."""
     last = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
-    model, kind, name = last["sampler_path"].removeprefix("tinker://").split("/")
-    assert kind == "sampler_weights"
-    return data / "jobs" / model.replace(":", ".") / "checkpoints" / f"sampler-{name}"
+    model, checkpoint_id = checkpoint_of(last["sampler_path"])
+    return data / "jobs" / model.replace(":", ".") / "checkpoints" / checkpoint_id
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ TASKS = make_tasks("train", 6)
 def curriculum(path: Path, *, max_reward: float = 1.0, num_tasks: int = 6) -> Curriculum:
     path.mkdir(exist_ok=True)
     settings = CurriculumSettings(max_reward=max_reward)
-    return Curriculum(TASKS[:num_tasks], settings, seed=0, records=RunDirectory(path))
+    return Curriculum(TASKS[:num_tasks], settings, seed=0, run=RunDirectory(path))
 
 
 def ended(rewards: Sequence[float | None]) -> list[Rollout]:

@@ -19,11 +19,11 @@ from benchmarks.bench_view import make_run
 from hypothesis import given
 from tests.algorithms.strategies import make_rollout, make_turn, steps
 
-from pilotage.algorithms import build_batch, mask_stale
+from pilotage.algorithms import BatchRules, build_batch, mask_stale
 from pilotage.errors import ConfigError
 from pilotage.loops import LoopSettings, TrainedGroups
 from pilotage.loops.rollout_files import write_rollout
-from pilotage.loops.summaries import summarise
+from pilotage.loops.summaries import Summary, summarise
 from pilotage.ops.alarms import GUIDES, AlarmName
 from pilotage.ops.view import export
 from pilotage.ops.view.app import Viewer
@@ -31,6 +31,7 @@ from pilotage.ops.view.drift import drift_of
 from pilotage.ops.view.fates import fate_of
 from pilotage.ops.view.index import Index
 from pilotage.ops.view.library import Library
+from pilotage.ops.view.pages import groups
 from pilotage.ops.view.workers import Workers
 from pilotage.rendering import load_renderer
 from pilotage.types import BranchCause, Message, Role, Rollout, TokenIds
@@ -369,3 +370,9 @@ def test_a_browser_walks_the_page_by_keys_without_an_error(address: str, runs: P
         page.wait_for_selector("text=77", timeout=8000)  # a live run is followed
         browser.close()
     assert errors == []
+
+
+def test_a_group_of_which_nothing_can_be_read_was_not_compared() -> None:
+    unreadable = Summary(id="r", folder="step-0001", group="g", counters={}, fault="torn")
+    [group] = groups([unreadable], BatchRules())
+    assert (group.verdict, dict(group.advantages)) == ("", {})

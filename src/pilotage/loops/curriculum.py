@@ -11,13 +11,12 @@ Source: the variance of a group as the measure of what it teaches, arXiv:2506.09
 """
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from pilotage.errors import RunDirectoryError
+from pilotage.loops.run_directory import RunDirectory
 from pilotage.types import Rollout, Task
 
 _LEAST = 0.1
@@ -36,30 +35,13 @@ class CurriculumSettings(BaseModel):
     share of it."""
 
 
-class GroupRecords(Protocol):
-    """Where choices and pass rates are kept: `RunDirectory`."""
-
-    @property
-    def groups_path(self) -> Path:
-        """For messages."""
-        ...
-
-    def group_records(self) -> list[dict[str, Any]]:
-        """Return what was written, oldest first."""
-        ...
-
-    def write_group(self, number: int, task_id: str, pass_rate: float | None = None) -> None:
-        """Write the choice of a group, or its pass rate."""
-        ...
-
-
 class Curriculum:
     """Draws the task of each group."""
 
     def __init__(
-        self, tasks: Sequence[Task], settings: CurriculumSettings, *, seed: int, records: GroupRecords
+        self, tasks: Sequence[Task], settings: CurriculumSettings, *, seed: int, run: RunDirectory
     ) -> None:
-        """Take up what `records` hold.
+        """Take up what the run has written.
 
         Raises:
             RunDirectoryError: a group that was begun works on a task that is not among `tasks`.
@@ -67,17 +49,17 @@ class Curriculum:
         self._tasks = {task.id: task for task in tasks}
         self._max_reward = settings.max_reward
         self._seed = seed
-        self._records = records
+        self._run = run
         self._chosen: dict[int, str] = {}
         self._open: dict[int, str] = {}
         """Of the groups under way in this process."""
         self._pass_rates: dict[str, dict[int, float]] = {task.id: {} for task in tasks}
         """By group, of each task."""
-        for record in records.group_records():
+        for record in run.group_records():
             number, task_id, rate = record["group"], record["task"], record.get("pass_rate")
             if task_id not in self._tasks:
                 raise RunDirectoryError(
-                    f"{records.groups_path}: group {number} works on {task_id}, which tasks.train lacks"
+                    f"{run.groups_path}: group {number} works on {task_id}, which tasks.train lacks"
                 )
             self._chosen[number] = task_id
             if rate is not None:
@@ -88,7 +70,7 @@ class Curriculum:
         task_id = self._chosen.get(number)
         if task_id is None:
             task_id = self._chosen[number] = self._draw(number)
-            self._records.write_group(number, task_id)
+            self._run.write_group(number, task_id)
         self._open[number] = task_id
         return self._tasks[task_id]
 
@@ -99,7 +81,7 @@ class Curriculum:
         if rewards:
             pass_rate = float(np.clip(np.array(rewards) / self._max_reward, 0, 1).mean())
             self._pass_rates[task_id][number] = pass_rate
-            self._records.write_group(number, task_id, pass_rate)
+            self._run.write_group(number, task_id, pass_rate)
 
     def pass_rate(self, task_id: str) -> float | None:
         """Return a task's pass rate over its newest groups, from 0 to 1; None where it has none."""

@@ -119,7 +119,7 @@ class TrainingLoop:
         self._curriculum = (
             None
             if settings.curriculum is None
-            else Curriculum(train_tasks, settings.curriculum, seed=settings.seed, records=run)
+            else Curriculum(train_tasks, settings.curriculum, seed=settings.seed, run=run)
         )
         self._groups: dict[int, asyncio.Task[list[Rollout]]] = {}
         """Groups that no step has trained yet."""

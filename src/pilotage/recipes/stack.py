@@ -253,10 +253,8 @@ async def open_runner(
         pool, host = None, "127.0.0.1"
         if recipe.rollouts.ray_address is not None:
             cluster = await stack.enter_async_context(open_ray(recipe.rollouts.ray_address))
-            pool, host = (
-                HostWorkers(cluster=cluster, settings=settings, shared=_read(recipe)),
-                cluster.address,
-            )
+            pool = HostWorkers(cluster=cluster, settings=settings, shared=_read(recipe))
+            host = cluster.address
         await stack.enter_async_context(serve(proxy, host))
         yield await stack.enter_async_context(HarborRunner(sessions=proxy, settings=settings, pool=pool))
 

@@ -48,6 +48,12 @@ def write_tokenizer(directory: Path, texts: Iterable[str]) -> int:
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _CONTROL])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
+    write_tokenizer_config(directory)
+    return len(vocabulary)
+
+
+def write_tokenizer_config(directory: Path) -> None:
+    """Write tokenizer_config.json with the ChatML template, for a tokenizer that has its control tokens."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TURN,
@@ -55,4 +61,3 @@ def write_tokenizer(directory: Path, texts: Iterable[str]) -> int:
         "chat_template": CHATML_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return len(vocabulary)

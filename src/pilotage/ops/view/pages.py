@@ -188,7 +188,7 @@ def _group(name: str, rollouts: list[Summary], rules: BatchRules | None) -> Grou
         whole = [rollout.skeleton() for rollout in rollouts if not rollout.fault]
         batch = build_batch(whole, rules)
         advantages = dict(batch.advantages)
-        verdict = "compared"
+        verdict = "compared" if advantages else ""
         if batch.num_groups_too_small:
             verdict = "too small"
         elif batch.num_groups_without_spread:
