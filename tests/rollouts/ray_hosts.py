@@ -19,10 +19,17 @@ ADDRESS = f"{HEAD}:{_PORT}"
 _OBJECTS = "--object-store-memory=80000000"
 _WITH_CALLER = ("setpriv", "--pdeathsig", "KILL")
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+_ROOT = Path(__file__).resolve().parents[2]
 _HOST = f"""
-mount -t tmpfs tmpfs /run && mkdir /run/shared && mount --bind "$2" /run/shared
-mount -t tmpfs tmpfs /tmp && mkdir -p "$2" && mount --bind /run/shared "$2"
-ray start --address={ADDRESS} --node-ip-address="$1" --num-cpus=1 {_OBJECTS} --disable-usage-stats
+address=$1 && shift
+mount -t tmpfs tmpfs /run && mkdir /run/outside && mount --bind /tmp /run/outside
+mount -t tmpfs tmpfs /tmp
+for shared in "$@"; do
+    case $shared in
+        /tmp/*) mkdir -p "$shared" && mount --bind "/run/outside/${{shared#/tmp/}}" "$shared" ;;
+    esac
+done
+ray start --address={ADDRESS} --node-ip-address="$address" --num-cpus=1 {_OBJECTS} --disable-usage-stats
 exec sleep infinity
 """
 
@@ -83,7 +90,9 @@ class RayHosts:
             _ip("-n", space, "addr", "add", f"{_NET}.{number}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
-        program = ["bash", "-c", _HOST, "host", f"{_NET}.{number}", str(self._shared)]
+        # A checkout and an environment may lie in /tmp as well as anywhere else.
+        shared = map(str, (self._shared, _ROOT, sys.prefix))
+        program = ["bash", "-ec", _HOST, "host", f"{_NET}.{number}", *shared]
         command = [*_WITH_CALLER, "ip", "netns", "exec", space, *_OWN_PROCESSES, *program]
         self._hosts[number] = subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL)
 
