@@ -20,8 +20,9 @@ import numpy as np
 import orjson
 import tomli_w
 
+from pilotage.algorithms import build_batch
 from pilotage.files import append_line
-from pilotage.loops import RunDirectory
+from pilotage.loops import LoopSettings, RunDirectory, TrainedGroups
 from pilotage.ops.view.library import Library
 from pilotage.ops.view.serving import open_viewer
 from pilotage.rendering import load_renderer
@@ -58,14 +59,20 @@ def make_run(
     templates = [_turns(rng, policy, tokens) for _ in range(4)]
     start = time.time() - 600 * steps
     for step in range(1, steps + 1):
-        rewards: list[float] = []
+        rollouts: list[Rollout] = []
         for group in range(groups):
             for index in range(group_size):
                 turns = templates[int(rng.integers(len(templates)))]
                 rollout = _rollout(rng, step, group, index, turns, start + 600 * step)
-                if rollout.reward is not None:
-                    rewards.append(rollout.reward.value)
+                rollouts.append(rollout)
                 run.add_rollout(f"step-{step:04d}", rollout)
+        names = sorted({rollout.group_id for rollout in rollouts})
+        run.write_trained(TrainedGroups(step=step, trainer_version=0, groups=names))
+        samples = build_batch(rollouts, LoopSettings.model_validate(loop).batch_rules()).samples
+        sampler = np.concatenate([sample.sampler_logprobs[sample.loss_mask] for sample in samples])
+        noise = rng.normal(0, 2e-3, sampler.size).astype(np.float32)
+        run.write_trainer_logprobs(step, samples, sampler + noise)
+        rewards = [rollout.reward.value for rollout in rollouts if rollout.reward is not None]
         append_line(path / "metrics.jsonl", _record(rng, step, rewards, groups, tokens))
     run.event("finished", step=steps)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -139,7 +140,8 @@ async def test_a_service_that_stays_away_ends_the_call_within_its_patience() -> 
 
 
 async def test_a_batch_over_the_cap_goes_in_pieces_of_whole_rollouts_that_add_up() -> None:
-    samples = [sample(f"r{i // 2}", size=200, advantage=float(i)) for i in range(12)]
+    samples = [sample(f"r{i % 6}", size=200, advantage=float(i)) for i in range(12)]
+    samples = [replace(each, sampler_logprobs=each.sampler_logprobs - i) for i, each in enumerate(samples)]
     whole, split = TinyCore(), TinyCore(max_request_bytes=2**16 + 16_000)
     async with engine_on(whole) as engine:
         one = await engine.forward_backward(samples, LossConfig())
@@ -154,6 +156,9 @@ async def test_a_batch_over_the_cap_goes_in_pieces_of_whole_rollouts_that_add_up
     assert many.loss == pytest.approx(one.loss)
     assert (many.trained_tokens, many.num_sequences) == (24, 6)
     assert (many.logprob_gap_mean, many.logprob_gap_max) == (0.25, 4.0)
+    for measured in (one, many):
+        expected = np.concatenate([each.sampler_logprobs[each.loss_mask] for each in samples])
+        np.testing.assert_array_equal(measured.trainer_logprobs_n, expected)
 
 
 async def test_the_callers_denominators_go_with_every_piece() -> None:

@@ -26,7 +26,7 @@ from pilotage.types import (
 )
 from pilotage.wire.core import HTTP_STATUS, OCTET_STREAM, Capabilities, CheckpointRecord, ErrorCode
 from pilotage.wire.frames import decode_frame, encode_frame
-from pilotage.wire.records import record_from_json, record_to_json
+from pilotage.wire.records import pack_result, record_from_json, record_to_json
 from pilotage.wire.samples import (
     pack_completion,
     pack_logprobs,
@@ -303,8 +303,9 @@ class TinyCore:
             logprob_gap_max=float(len(samples)),
             gap_k3=0.5,
             clip_fraction=0.0,
+            trainer_logprobs_n=np.concatenate([s.sampler_logprobs[s.loss_mask] for s in samples]),
         )
-        return Response(record_to_json(result), media_type="application/json")
+        return Response(encode_frame(pack_result(result)), media_type=OCTET_STREAM)
 
     async def _step(self, body: bytes) -> Response:
         params = record_from_json(AdamParams, body)

@@ -308,6 +308,22 @@ def test_a_sample_is_scored_as_the_module_predicts_it(
     assert all(p.grad is None for p in trainer.module.parameters())
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [1, 4096])
+def test_a_gradient_comes_with_the_log_probs_that_it_was_computed_from(
+    model_dirs: dict[str, Path], micro_batch_tokens: int
+) -> None:
+    samples = batch()
+    untrained = replace(samples[1], loss_mask=np.zeros(samples[1].token_ids.size, np.bool_))
+    samples = [samples[0], untrained, *samples[2:]]
+    trainer = trainer_of(model_dirs["qwen3"], micro_batch_tokens=micro_batch_tokens)
+
+    result = trainer.forward_backward(samples, LossConfig(temperature=0.7))
+
+    scored = trainer.forward(samples, temperature=0.7)
+    expected = [row[sample.loss_mask] for row, sample in zip(scored, samples, strict=True)]
+    np.testing.assert_array_equal(result.trainer_logprobs_n, np.concatenate(expected))
+
+
 def test_scoring_leaves_an_accumulated_gradient_as_it_is(model_dirs: dict[str, Path]) -> None:
     trainer = trainer_of(model_dirs["qwen3"])
     trainer.forward_backward(batch(), WIDE)

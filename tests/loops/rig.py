@@ -63,6 +63,9 @@ class CountingTrainer:
             logprob_gap_max=0.0,
             gap_k3=0.0,
             clip_fraction=0.0,
+            trainer_logprobs_n=np.concatenate(
+                [sample.sampler_logprobs[sample.loss_mask] + np.float32(0.25) for sample in samples]
+            ),
         )
 
     async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:

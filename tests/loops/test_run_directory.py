@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from pilotage.types import (
     Rollout,
     RolloutFailure,
     RolloutRequest,
+    Sample,
     SamplingParams,
     Task,
     Trajectory,
@@ -218,6 +220,39 @@ def test_a_rewind_forgets_records_and_evaluations_that_came_after_and_keeps_roll
         run.rewind(-1)
         assert run.metrics() == []
         assert {path.parent.name for path in run.rollout_files()} == {f"step-{step:04d}" for step in range(4)}
+
+
+def test_a_step_keeps_what_the_trainer_gave_to_its_tokens_until_it_is_done_again(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", CONFIG, resume=False) as run:
+        # Two branches of one rollout stand apart: what is one rollout's stays in the order of its samples.
+        samples = [scored_sample("a", 2), scored_sample("b", 3), scored_sample("a", 1)]
+        values = np.arange(6, dtype=np.float32)
+        for step in (1, 2):
+            run.write_trainer_logprobs(step, samples, values + step)
+
+        assert run.trainer_logprobs(2, "nobody") is None
+        assert run.trainer_logprobs(3, "a") is None
+        kept = run.trainer_logprobs(2, "a")
+        assert kept is not None
+        np.testing.assert_array_equal(kept, np.array([2, 3, 7], np.float32))
+
+        run.rewind(1)
+        assert run.trainer_logprobs(2, "a") is None
+        assert run.trainer_logprobs(1, "b") is not None
+
+
+def scored_sample(name: str, num_trained: int) -> Sample:
+    mask = np.arange(num_trained + 2) >= 2
+    nothing = np.zeros(mask.size, np.float32)
+    return Sample(
+        sequence_id=name,
+        group_id="g",
+        token_ids=np.arange(mask.size, dtype=np.int32),
+        loss_mask=mask,
+        sampler_logprobs=nothing,
+        advantages=nothing.copy(),
+        weights_versions=np.where(mask, np.int32(0), np.int32(-1)),
+    )
 
 
 def request_of(rollout: Rollout, **changed: Any) -> RolloutRequest:

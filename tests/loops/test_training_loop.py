@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.loops.rig import TOKENS_PER_ROLLOUT, CountingTrainer, Rig, Watcher, make_tasks
 
@@ -64,6 +65,18 @@ async def test_a_record_counts_what_happened(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {key: first[key] for key in expected} == expected
     assert first["reward/mean"] == pytest.approx(first["reward/f1"], rel=1e-12)
+
+
+async def test_what_the_trainer_gave_to_the_trained_tokens_is_on_disk(tmp_path: Path) -> None:
+    await Rig(settings=SETTINGS, failing=frozenset({"step-0001-00-00"})).run(tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    assert run.trainer_logprobs(1, "step-0001-00-01") is None  # alone in its group, and dropped
+    for path in run.files_of_group("step-0001-01"):
+        rollout = read_rollout(path)
+        sampled = np.concatenate([turn.logprobs for turn in rollout.trajectory.turns])
+        given = run.trainer_logprobs(1, rollout.id)
+        assert given is not None
+        np.testing.assert_allclose(np.sort(given), np.sort(sampled + np.float32(0.25)))
 
 
 @pytest.mark.parametrize(

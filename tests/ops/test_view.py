@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import html
 import json
+import re
 import shutil
 import threading
 from collections.abc import AsyncGenerator, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from benchmarks.bench_view import make_run
@@ -107,6 +109,7 @@ def stamps(root: Path) -> list[tuple[Path, int]]:
         ("/runs/small/rollouts?folder=step-0001", FIRST),
         (f"/runs/small/rollouts/{FIRST}", "code_search"),
         (f"/runs/small/rollouts/{FIRST}?view=tokens", 'title="#3 '),
+        (f"/runs/small/rollouts/{FIRST}?view=tokens", "sampler log-prob|, nats"),
         (f"/runs/small/rollouts/{FIRST}?view=tree", "history_rewritten"),
         (f"/runs/small/rollouts/{FIRST}?view=time", "verifier"),
         (f"/runs/small/rollouts/{FIRST}?view=files", "keep_trials"),
@@ -116,6 +119,25 @@ async def test_every_page_shows_its_subject(runs: Path, tmp_path: Path, address:
     answer = await get(runs, tmp_path, address)
     assert answer.status_code == 200
     assert shown in answer.text
+
+
+async def test_a_trained_token_says_how_far_the_trainer_was_from_the_sampler(
+    runs: Path, tmp_path: Path
+) -> None:
+    address = f"/runs/small/rollouts/{FIRST}?view=tokens"
+    text = (await get(runs, tmp_path, address)).text
+    shown = re.findall(r'<i class="l\d t [pn]\d g(\d)" title="#[^"]* v0 gap ([+-][\d.e-]+)">', text)
+    assert len(shown) > 100
+    for colour, gap in shown:
+        beyond = [abs(float(gap)) / bound for bound in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0)]
+        assert sum(ratio > 1.06 for ratio in beyond) <= int(colour) <= sum(ratio > 0.94 for ratio in beyond)
+
+    unknown = tmp_path / "unknown"
+    shutil.copytree(runs, unknown)
+    (unknown / "small" / "trainer_logprobs" / "step-0001.npz").write_bytes(b"torn")
+    text = (await get(unknown, tmp_path, address)).text
+    assert "gap +" not in text
+    assert "Not on disk for single tokens" in text
 
 
 @pytest.mark.parametrize("view", ["conversation", "tokens", "tree", "files", "time"])
@@ -265,6 +287,18 @@ def test_tokens_are_coloured_as_the_step_trained_them(
     step = TrainedGroups(step=1, trainer_version=3, groups=[])
     whole = build_batch(rollouts, settings.batch_rules())
     batch = mask_stale(whole, trainer_version=3, max_lag=settings.max_lag)
+    logprobs_of = {
+        rollout.id: np.concatenate(
+            [np.zeros(0, np.float32)]
+            + [
+                sample.sampler_logprobs[sample.loss_mask] + sample.token_ids[sample.loss_mask]
+                for sample in batch.samples
+                if sample.sequence_id == rollout.id
+            ],
+            dtype=np.float32,
+        )
+        for rollout in rollouts
+    }
     fates = [
         fate_of(
             rollout,
@@ -275,6 +309,7 @@ def test_tokens_are_coloured_as_the_step_trained_them(
             ],
             settings,
             step=step,
+            trainer_logprobs_n=logprobs_of[rollout.id],
         )
         for rollout in rollouts
     ]
@@ -283,6 +318,11 @@ def test_tokens_are_coloured_as_the_step_trained_them(
     assert not_trained == sum(batch.ledger.masked_tokens.values()) + sum(batch.ledger.dropped_tokens.values())
     for rollout, fate in zip(rollouts, fates, strict=True):
         assert fate.advantage == batch.advantages.get(rollout.id)
+        for turn, colour in zip(rollout.trajectory.turns, fate.turns, strict=True):
+            assert (colour.gaps_K is None) == (fate.trained_tokens == 0)
+            if colour.gaps_K is not None:
+                expected = np.where(colour.is_trained_K, turn.completion_ids, 0)
+                np.testing.assert_allclose(colour.gaps_K, expected, rtol=1e-6, atol=1e-4)
 
 
 def test_a_drift_shows_the_lines_that_an_agent_rewrote() -> None:

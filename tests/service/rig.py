@@ -15,8 +15,9 @@ from pilotage.service.app import Service
 from pilotage.service.jobs import Jobs
 from pilotage.service.store import Store
 from pilotage.service.tokens import TokenBook
-from pilotage.types import LossConfig, Sample
-from pilotage.wire.frames import encode_frame
+from pilotage.types import ForwardBackwardResult, LossConfig, Sample
+from pilotage.wire.frames import decode_frame, encode_frame
+from pilotage.wire.records import unpack_result
 from pilotage.wire.samples import pack_samples
 
 PREFIX = "/api/v2/databases/db/schemas/public/cortex-training"
@@ -106,6 +107,12 @@ def sample(advantage: float = 1.0, size: int = 4, *, name: str = "r0") -> Sample
 def batch(*samples: Sample, loss: LossConfig | None = None) -> bytes:
     """Return the body of a forward_backward."""
     return encode_frame(pack_samples(samples or (sample(),), loss or LossConfig(), None))
+
+
+def measured(reply: httpx.Response) -> ForwardBackwardResult:
+    """Return what a forward_backward answered."""
+    assert reply.status_code == 200, reply.text
+    return unpack_result(decode_frame(reply.content))
 
 
 def step_body(learning_rate: float = 0.5) -> dict[str, float]:

@@ -84,6 +84,7 @@ class ScriptedEngine:
             logprob_gap_max=0.0,
             gap_k3=0.0,
             clip_fraction=0.0,
+            trainer_logprobs_n=np.full(tokens, -0.5, np.float32),
         )
 
     async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:

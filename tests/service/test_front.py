@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.service.rig import PREFIX, Rig, batch, job_body, rig, step_body
+from tests.service.rig import PREFIX, Rig, batch, job_body, measured, rig, step_body
 
 from pilotage.service.tokens import create_token
 from pilotage.wire.chunks import ChunkKind, split_frame
@@ -199,7 +199,8 @@ async def test_gradients_accumulate_until_step_and_metrics_are_kept_with_a_curso
             reply = await service.core(
                 job_id, "forward_backward", operation_id=f"f{number}", sequence=number, content=batch()
             )
-            assert reply.json()["trained_tokens"] == 2
+            assert measured(reply).trained_tokens == 2
+            assert measured(reply).trainer_logprobs_n is not None
         step = await service.core(job_id, "step", operation_id="s", sequence=3, json=step_body(0.25))
         # Two batches of two tokens with advantage 1.
         assert step.json() == {"grad_norm": 4.0, "learning_rate": 0.25, "num_backwards": 2}

@@ -25,7 +25,7 @@ from pilotage.types import (
     token_ids,
 )
 from pilotage.wire.frames import Tree, decode_frame, encode_frame
-from pilotage.wire.records import record_from_json, record_to_json
+from pilotage.wire.records import pack_result, record_from_json, record_to_json, unpack_result
 from pilotage.wire.samples import (
     Body,
     pack_completion,
@@ -334,23 +334,48 @@ FIGURES = ForwardBackwardResult(
     logprob_gap_max=None,
     gap_k3=0.1 + 0.2,
     clip_fraction=0.0,
+    trainer_logprobs_n=np.array([-0.1, -2, -3e-8, 0, -1, -1, -20], np.float32),
 )
 
 
 @pytest.mark.parametrize(
-    "record",
-    [FIGURES, StepResult(grad_norm=1 / 3, learning_rate=1e-6, num_backwards=2), AdamParams(beta2=0.95)],
+    "record", [StepResult(grad_norm=1 / 3, learning_rate=1e-6, num_backwards=2), AdamParams(beta2=0.95)]
 )
-def test_figures_and_settings_cross_exactly(record: ForwardBackwardResult | StepResult | AdamParams) -> None:
+def test_settings_and_figures_cross_exactly(record: StepResult | AdamParams) -> None:
     assert record_from_json(type(record), record_to_json(record)) == record
 
 
+def test_a_result_crosses_exactly_with_or_without_log_probs() -> None:
+    crossed = unpack_result(sent(pack_result(FIGURES)))
+    assert crossed == FIGURES
+    np.testing.assert_array_equal(crossed.trainer_logprobs_n, FIGURES.trainer_logprobs_n)
+    assert unpack_result(sent(pack_result(replace(FIGURES, trainer_logprobs_n=None)))) == FIGURES
+
+
 def test_a_loss_that_overflowed_is_seen_on_the_other_side() -> None:
-    crossed = record_from_json(
-        ForwardBackwardResult, record_to_json(replace(FIGURES, loss=math.nan, gap_k3=math.inf))
+    logprobs = np.full(7, np.nan, np.float32)
+    crossed = unpack_result(
+        sent(pack_result(replace(FIGURES, loss=math.nan, gap_k3=math.inf, trainer_logprobs_n=logprobs)))
     )
     assert math.isnan(crossed.loss)
     assert crossed.gap_k3 == math.inf
+    np.testing.assert_array_equal(crossed.trainer_logprobs_n, logprobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"trainer_logprobs": np.zeros(6, np.float32)}, "trainer_logprobs"),
+        ({"trainer_logprobs": np.zeros(7)}, "trainer_logprobs"),
+        ({"figures": None}, "figures"),
+        ({"figures": {"loss": 1.0}}, "figures.trained_tokens"),
+        ({"gap": 1}, "gap"),
+    ],
+)
+def test_a_result_that_is_wrong_is_refused(change: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidBodyError) as caught:
+        unpack_result(sent({**pack_result(FIGURES), **change}))
+    assert caught.value.path == path
 
 
 @pytest.mark.parametrize(

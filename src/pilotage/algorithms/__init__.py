@@ -9,6 +9,7 @@ from pilotage.algorithms.credit import to_samples
 from pilotage.algorithms.gap import LogprobGap, logprob_gap
 from pilotage.algorithms.groups import BatchRules, StepBatch, build_batch
 from pilotage.algorithms.losses import LossValue, TrainedTokens, policy_loss
+from pilotage.algorithms.per_sample import aligned, in_order, split_trained
 from pilotage.algorithms.staleness import mask_stale
 from pilotage.algorithms.versions import WeightsVersions
 
@@ -19,11 +20,14 @@ __all__ = [
     "StepBatch",
     "TrainedTokens",
     "WeightsVersions",
+    "aligned",
     "build_batch",
     "group_relative",
     "has_spread",
+    "in_order",
     "logprob_gap",
     "mask_stale",
     "policy_loss",
+    "split_trained",
     "to_samples",
 ]

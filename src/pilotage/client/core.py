@@ -52,7 +52,7 @@ from pilotage.wire.core import (
     SaveBody,
 )
 from pilotage.wire.frames import decode_frame, encode_frame
-from pilotage.wire.records import record_from_json, record_to_json
+from pilotage.wire.records import record_from_json, record_to_json, unpack_result
 from pilotage.wire.samples import (
     pack_forward_request,
     pack_sample_request,
@@ -180,20 +180,14 @@ class CoreEngine:
         """
         await self._discard_part()
         whole = denominators or Denominators.of(samples)
-        results: list[ForwardBackwardResult] = []
+        parts: list[tuple[list[Sample], ForwardBackwardResult]] = []
         self._may_hold_part = True
         for indexes in pieces(samples, max_bytes=self._max_frame_bytes):
             piece = [samples[index] for index in indexes]
             frame = self._frame(encode_frame(pack_samples(piece, loss, whole)))
-            results.append(
-                await self._train(
-                    "forward_backward",
-                    frame,
-                    lambda reply: record_from_json(ForwardBackwardResult, reply.content),
-                )
-            )
+            parts.append((piece, await self._train("forward_backward", frame, _result)))
         self._may_hold_part = False
-        return joined_results(results)
+        return joined_results(samples, parts)
 
     async def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[Logprobs]:
         """See `Trainer`. Split so that neither a request nor a reply is over the server's caps."""
@@ -387,6 +381,10 @@ def _outcome[T](decode: Callable[[Reply], T]) -> Callable[[Reply], tuple[T] | No
 
 def _completion(reply: Reply) -> Completion:
     return unpack_completion(decode_frame(reply.content))
+
+
+def _result(reply: Reply) -> ForwardBackwardResult:
+    return unpack_result(decode_frame(reply.content))
 
 
 def _logprobs(reply: Reply) -> list[Logprobs]:

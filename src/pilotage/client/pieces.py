@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from pilotage.algorithms import in_order
 from pilotage.types import ForwardBackwardResult, Sample
 
 _BYTES_PER_TOKEN = 4 + 1 + 4 + 4 + 4
@@ -39,11 +40,19 @@ def pieces(samples: Sequence[Sample], *, max_bytes: int) -> list[list[int]]:
     return found
 
 
-def joined_results(results: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+def joined_results(
+    samples: Sequence[Sample], parts: Sequence[tuple[Sequence[Sample], ForwardBackwardResult]]
+) -> ForwardBackwardResult:
     """Add up what the pieces of one batch measured; means are weighted by trained tokens.
 
     The losses were computed with the denominators of the whole batch, so they add up to its loss.
+
+    Args:
+        samples: the whole batch.
+        parts: the samples of each piece, and what was measured over them.
     """
+    results = [result for _, result in parts]
+    scored = [(piece, r.trainer_logprobs_n) for piece, r in parts if r.trainer_logprobs_n is not None]
     maxima = [result.logprob_gap_max for result in results if result.logprob_gap_max is not None]
     return ForwardBackwardResult(
         loss=sum(result.loss for result in results),
@@ -55,6 +64,7 @@ def joined_results(results: Sequence[ForwardBackwardResult]) -> ForwardBackwardR
         gap_k3=_mean([(r.gap_k3, r.trained_tokens) for r in results]),
         clip_fraction=_mean([(r.clip_fraction, r.trained_tokens) for r in results]),
         kl_to_reference=_mean([(r.kl_to_reference, r.trained_tokens) for r in results]),
+        trainer_logprobs_n=in_order(samples, scored) if len(scored) == len(parts) else None,
     )
 
 

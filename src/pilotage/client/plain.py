@@ -410,10 +410,11 @@ def _measured(
     """Return what the service and the log-probs that it returned say about a batch."""
     metrics = result.get("metrics") or {}
     rows = (result.get("post_process_outputs") or {}).get("logprobs")
-    gap = None
-    if rows is not None and loss.reads_sampler_logprobs:
-        scored = from_stock_rows(samples, np.asarray(rows))
-        gap = logprob_gap(_trained(samples, scored), _trained(samples, [s.sampler_logprobs for s in samples]))
+    scored_n, gap = None, None
+    if rows is not None:
+        scored_n = _trained(samples, from_stock_rows(samples, np.asarray(rows)))
+    if scored_n is not None and loss.reads_sampler_logprobs:
+        gap = logprob_gap(scored_n, _trained(samples, [s.sampler_logprobs for s in samples]))
     clipped = metrics.get("clip_ratio")
     counts = Denominators.of(samples)
     return ForwardBackwardResult(
@@ -425,6 +426,7 @@ def _measured(
         logprob_gap_max=None if gap is None else gap.max,
         gap_k3=None if gap is None else gap.k3,
         clip_fraction=float(clipped) if isinstance(clipped, int | float) else None,
+        trainer_logprobs_n=None if scored_n is None else scored_n.astype(np.float32),
     )
 
 

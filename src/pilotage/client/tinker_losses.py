@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pilotage.algorithms import TrainedTokens, logprob_gap, policy_loss
+from pilotage.algorithms import TrainedTokens, aligned, logprob_gap, policy_loss
 from pilotage.errors import ConfigError
 from pilotage.types import Denominators, ForwardBackwardResult, LossConfig, PolicyLoss, Sample
 
@@ -144,18 +144,13 @@ def measured(
         logprob_gap_max=None if gap is None else gap.max,
         gap_k3=None if gap is None else gap.k3,
         clip_fraction=None if gap is None else value.clipped_tokens / counts.trained_tokens,
+        trainer_logprobs_n=logprobs_n.astype(np.float32),
     )
 
 
 def _spread(samples: Sequence[Sample], values_n: _Floats) -> list[WireRow]:
     """Put values of trained tokens where the wire looks for them, 0 elsewhere."""
-    ends = np.cumsum([sample.trained_tokens for sample in samples])
-    rows: list[WireRow] = []
-    for sample, values in zip(samples, np.split(values_n, ends[:-1]), strict=True):
-        row = np.zeros(sample.token_ids.size - 1, np.float32)
-        row[sample.loss_mask[1:]] = values
-        rows.append(row)
-    return rows
+    return [row[1:] for row in aligned(samples, values_n.astype(np.float32))]
 
 
 def probe(token_id: int, size: int) -> Sample:

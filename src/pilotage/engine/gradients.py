@@ -67,9 +67,18 @@ def propagate(
 
 
 def summarise(
-    totals: Totals, loss: LossConfig, counts: Denominators, *, forwarded_tokens: int
+    totals: Totals,
+    loss: LossConfig,
+    counts: Denominators,
+    *,
+    forwarded_tokens: int,
+    trainer_logprobs_n: NDArray[np.float32],
 ) -> ForwardBackwardResult:
-    """Turn sums into the figures of the samples that were given."""
+    """Turn sums into the figures of the samples that were given.
+
+    Args:
+        trainer_logprobs_n: [n] in the order of these samples.
+    """
     tokens = counts.trained_tokens
     gap = None
     if tokens and loss.reads_sampler_logprobs:
@@ -84,26 +93,8 @@ def summarise(
         gap_k3=None if gap is None else gap.k3,
         clip_fraction=None if gap is None else totals.clipped_tokens / tokens,
         kl_to_reference=totals.kl_sum / tokens if loss.kl_coef and tokens else None,
+        trainer_logprobs_n=trainer_logprobs_n,
     )
-
-
-def align(samples: Sequence[Sample], values: Iterable[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-    """Put values where the tokens are that they speak of.
-
-    Args:
-        values: [n] of each sample's trained tokens, for those samples that have some.
-
-    Returns:
-        For each sample [L], 0 where the loss mask is not set.
-    """
-    remaining = iter(values)
-    aligned: list[NDArray[np.float32]] = []
-    for sample in samples:
-        row = np.zeros(sample.token_ids.size, np.float32)
-        if sample.trained_tokens:
-            row[sample.loss_mask] = next(remaining)
-        aligned.append(row)
-    return aligned
 
 
 def require_applicable(norm: float) -> None:

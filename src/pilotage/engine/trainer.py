@@ -20,9 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pilotage.algorithms import aligned, in_order
 from pilotage.engine.adapter_checkpoint import load_adapter, save_adapter, save_merged
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
-from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
+from pilotage.engine.gradients import (
+    Totals,
+    propagate,
+    require_applicable,
+    summarise,
+    to_numpy,
+)
 from pilotage.engine.logprobs import batch_logprobs, trained_logprobs
 from pilotage.engine.lora import LoraOptions, add_adapters, trained_weights, without_adapters
 from pilotage.engine.micro_batches import passes, samples_of
@@ -83,13 +90,21 @@ class TorchTrainer:
         totals = Totals()
         forwarded_tokens = 0
         try:
-            for micro_batch in self._split(trained):
+            micro_batches = self._split(trained)
+            for micro_batch in micro_batches:
                 forwarded_tokens += self._add_gradient(micro_batch, loss, denominators, totals)
         except BaseException:
             self.discard()
             raise
         self._num_backwards += 1
-        return summarise(totals, loss, counts, forwarded_tokens=forwarded_tokens)
+        scored = zip(micro_batches, totals.trainer_logprobs, strict=True)
+        return summarise(
+            totals,
+            loss,
+            counts,
+            forwarded_tokens=forwarded_tokens,
+            trainer_logprobs_n=in_order(trained, scored),
+        )
 
     def forward(self, samples: Sequence[Sample], *, temperature: float) -> list[NDArray[np.float32]]:
         """Return, for each sample, [L] log-probs of its trained tokens, 0 elsewhere; no gradient.
@@ -98,14 +113,12 @@ class TorchTrainer:
             temperature: the logits are divided by it before the softmax.
         """
         trained = [sample for sample in samples if sample.trained_tokens]
-        values_of: dict[int, NDArray[np.float32]] = {}
+        scored: list[tuple[list[Sample], NDArray[np.float32]]] = []
         for micro_batch in self._split(trained):
             with torch.no_grad():
                 logprobs, _ = self._forward(self.module, micro_batch, temperature)
-            values = logprobs.float().cpu().numpy()
-            ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
-            values_of |= zip(map(id, micro_batch), np.split(values, ends[:-1]), strict=True)
-        return align(samples, (values_of[id(sample)] for sample in trained))
+            scored.append((micro_batch, logprobs.float().cpu().numpy()))
+        return aligned(samples, in_order(trained, scored))
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip, apply and clear the accumulated gradient.

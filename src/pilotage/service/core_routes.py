@@ -28,7 +28,7 @@ from pilotage.wire.core import (
     SaveBody,
 )
 from pilotage.wire.frames import decode_frame, encode_frame
-from pilotage.wire.records import record_from_json, record_to_json
+from pilotage.wire.records import pack_result, record_from_json, record_to_json
 from pilotage.wire.samples import (
     pack_completion,
     pack_logprobs,
@@ -103,7 +103,8 @@ class CoreRoutes:
         async def work() -> Reply:
             samples, loss, denominators = await _in_thread(body, lambda: unpack_samples(decode_frame(body)))
             result = await self._host.forward_backward(samples, loss, denominators)
-            return Reply(content=record_to_json(result), values=figures(result))
+            content = encode_frame(pack_result(result))
+            return Reply(content=content, media_type=OCTET_STREAM, values=figures(result))
 
         return work
 

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -292,4 +292,5 @@ def json_reply(text: str) -> Reply:
 
 def figures(result: ForwardBackwardResult | StepResult) -> dict[str, float]:
     """Return the numbers of a result; what was not measured is absent."""
-    return {name: float(value) for name, value in asdict(result).items() if isinstance(value, int | float)}
+    values = {each.name: getattr(result, each.name) for each in fields(result)}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}

@@ -28,13 +28,14 @@ from pilotage.service.tinker_bodies import (
     WeightsBody,
 )
 from pilotage.service.tinker_front import PREFIX as TINKER
-from pilotage.types import AdamParams, ForwardBackwardResult, StepResult
+from pilotage.types import AdamParams, StepResult
 from pilotage.wire.core import (
     HTTP_STATUS,
     METRIC_SERIES,
     OCTET_STREAM,
     OPERATION_ID_PATTERN,
     PROTOCOL_VERSION,
+    SEQUENCED_VERBS,
     Capabilities,
     CheckpointRecord,
     CoreState,
@@ -61,7 +62,7 @@ _READ = (CreateJobBody, LeaseBody, SaveBody, LoadBody, AdamParams, StepBody, Sto
          SaveWeightsBody)  # fmt: skip
 """Types that a request's body is read as ..."""
 _WRITTEN = (ErrorBody, Capabilities, LeaseState, CoreState, OperationState, PublishResult, CheckpointRecord,
-            MetricPage, JobRecord, CapacityRecord, ForwardBackwardResult, StepResult)  # fmt: skip
+            MetricPage, JobRecord, CapacityRecord, StepResult)  # fmt: skip
 """... and that a reply is written from."""
 
 
@@ -109,7 +110,7 @@ _LISTED = (
 def _core(
     verb: str, summary: str, body: type | Literal["frame"] | None, reply: type | Literal["frame"] | None
 ) -> _Route:
-    query = _FREE if reply == "frame" else _SEQUENCED
+    query = _SEQUENCED if verb in SEQUENCED_VERBS else _FREE
     return _Route(
         method="post", path=f"{_JOB}/core/{verb}", summary=summary, body=body, reply=reply, query=query,
         success=(200, 202),
@@ -206,7 +207,7 @@ _ROUTES = (
     _Route(
         method="post", path=f"{_JOB}/core/lease", summary="Renew the lease", body=LeaseBody, reply=LeaseState
     ),
-    _core("forward_backward", "Add a gradient", "frame", ForwardBackwardResult),
+    _core("forward_backward", "Add a gradient", "frame", "frame"),
     _core("step", "Apply the gradient", AdamParams, StepResult),
     _core("discard", "Drop the accumulated gradient", None, None),
     _core("publish", "Give the sampler the trainer's weights", None, PublishResult),

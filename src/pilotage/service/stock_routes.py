@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pilotage.algorithms import aligned
 from pilotage.service.bodies import json_object, parse
 from pilotage.service.chunk_groups import ChunkGroups
 from pilotage.service.core_routes import SOURCE_HEADER
@@ -121,9 +122,6 @@ class StockRoutes:
 
         async def work() -> Reply:
             batch = await asyncio.to_thread(lambda: from_stock(decode_frame(frame)))
-            logprobs = None
-            if batch.wants_logprobs:
-                logprobs = await self._host.engine.forward(batch.samples, temperature=batch.loss.temperature)
             result = await self._host.forward_backward(batch.samples, batch.loss, batch.denominators)
             reply: dict[str, Any] = {
                 "job_id": self._host.spec.job_id,
@@ -131,8 +129,10 @@ class StockRoutes:
                 "metrics": _stock_metrics(result),
                 "post_process_outputs": {},
             }
-            if logprobs is None:
+            if not batch.wants_logprobs:
                 return Reply(content=orjson.dumps(reply), values=figures(result))
+            assert result.trainer_logprobs_n is not None  # every engine says
+            logprobs = aligned(batch.samples, result.trainer_logprobs_n)
             reply["post_process_outputs"] = {"logprobs": to_rows(batch.layout, logprobs)}
             return Reply(content=encode_frame(reply), media_type=OCTET_STREAM, values=figures(result))
 

@@ -18,6 +18,7 @@ from pilotage.types.task import Task
 from pilotage.types.training import (
     AdamParams,
     Denominators,
+    ForwardBackwardFigures,
     ForwardBackwardResult,
     LossConfig,
     PolicyLoss,
@@ -34,6 +35,7 @@ __all__ = [
     "Completion",
     "Denominators",
     "FinishReason",
+    "ForwardBackwardFigures",
     "ForwardBackwardResult",
     "Ledger",
     "Logprobs",

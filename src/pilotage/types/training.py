@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pilotage.types.arrays import Logprobs
 from pilotage.types.sample import Sample
 
 
@@ -127,7 +128,7 @@ class AdamParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBackwardResult:
+class ForwardBackwardFigures:
     """What one forward_backward measured, over the samples that it was given."""
 
     loss: float
@@ -145,6 +146,15 @@ class ForwardBackwardResult:
     clip_fraction: float | None
     """Share of trained tokens whose gradient the clip removed, or, for CISPO, whose weight it changed."""
     kl_to_reference: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult(ForwardBackwardFigures):
+    """The figures, and what they were made from."""
+
+    trainer_logprobs_n: Logprobs | None = field(default=None, compare=False)
+    """[n] of the trained tokens, sample after sample, under the weights that the gradient is of; None from a
+    service that does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ Under `{prefix}/{job}/core`:
 
     GET  ""                                  CoreState
     POST /lease                              LeaseBody -> LeaseState
-    POST /forward_backward   frame           -> JSON ForwardBackwardResult     sequenced
+    POST /forward_backward   frame           -> frame                          sequenced
     POST /step               JSON AdamParams -> JSON StepResult                sequenced
     POST /discard            {}              -> {}                             sequenced
     POST /publish            {}              -> PublishResult                  sequenced
@@ -37,7 +37,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL = "pilotage-core"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 OCTET_STREAM = "application/octet-stream"
 OPERATION_ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 SEQUENCED_VERBS = ("forward_backward", "step", "discard", "publish", "save", "load")

@@ -61,14 +61,20 @@ class Fields:
         value = self.get(key)
         return Fields({} if value is None else value, self.at(key))
 
-    def array(self, key: str, dtype: type[np.generic], size: int | None = None) -> Array:
-        """Return a one-dimensional array of exactly this dtype, and of `size` entries where given."""
+    def array(
+        self, key: str, dtype: type[np.generic], size: int | None = None, *, finite: bool = True
+    ) -> Array:
+        """Return a one-dimensional array of exactly this dtype, and of `size` entries where given.
+
+        Args:
+            finite: whether NaN and the infinities are refused.
+        """
         value = self.need(key)
         if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype != dtype:
             self.fail(key, f"expected a one-dimensional {np.dtype(dtype)} array, got {_kind(value)}")
         if size is not None and value.size != size:
             self.fail(key, f"expected {size} entries, got {value.size}")
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
+        if finite and value.dtype.kind == "f" and not np.isfinite(value).all():
             self.fail(f"{key}.{_first(~np.isfinite(value))}", "not finite")
         return value
 

@@ -48,6 +48,9 @@ def assert_same(got: Trained, expected: Trained) -> None:
         np.testing.assert_allclose(got.weights[name], weight, atol=1e-6, rtol=0, err_msg=name)
     for ours, theirs in zip(got.results, expected.results, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
+        assert ours.trainer_logprobs_n is not None
+        assert theirs.trainer_logprobs_n is not None
+        np.testing.assert_allclose(ours.trainer_logprobs_n, theirs.trainer_logprobs_n, atol=1e-5)
         assert ours.clip_fraction == theirs.clip_fraction
         assert ours.logprob_gap_mean == pytest.approx(theirs.logprob_gap_mean, abs=1e-5)
         assert ours.kl_to_reference == pytest.approx(theirs.kl_to_reference, abs=1e-6)

@@ -10,6 +10,7 @@ error may leave ranks waiting for each other: the caller must end them all.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -22,11 +23,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from pilotage.algorithms import aligned, in_order
 from pilotage.engine.checkpoint import Manifest, write_checkpoint
 from pilotage.engine.distributed.packing import plan
 from pilotage.engine.distributed.sharded_checkpoint import ShardedState
 from pilotage.engine.distributed.sharding import Scorer, full_weights, shard
-from pilotage.engine.gradients import Totals, align, propagate, require_applicable, summarise, to_numpy
+from pilotage.engine.gradients import (
+    Totals,
+    propagate,
+    require_applicable,
+    summarise,
+    to_numpy,
+)
 from pilotage.engine.lora import LoraOptions, add_adapters, is_adapted, merged_shapes
 from pilotage.engine.modules import load_module
 from pilotage.errors import ConfigError, PilotageError, TrainerError
@@ -131,29 +139,26 @@ class FsdpTrainer:
         if parts is None:
             return None
         totals_of_ranks, tokens_of_ranks = zip(*parts, strict=True)
-        return summarise(Totals.of(totals_of_ranks), loss, counts, forwarded_tokens=sum(tokens_of_ranks))
+        return summarise(
+            Totals.of(totals_of_ranks),
+            loss,
+            counts,
+            forwarded_tokens=sum(tokens_of_ranks),
+            trainer_logprobs_n=self._in_order(trained, [each.trainer_logprobs for each in totals_of_ranks]),
+        )
 
     def forward(self, samples: Sequence[Sample] | None, *, temperature: float) -> list[_Floats32] | None:
         """Return on rank 0, for each sample, [L] log-probs of its trained tokens, 0 elsewhere."""
         trained = [sample for sample in samples or () if sample.trained_tokens]
         share = self._hand_out(trained, denominators=Denominators.of(trained))
-        scored: list[list[_Floats32]] = []
+        scored: list[_Floats32] = []
         for micro_batch in share.micro_batches:
             with torch.no_grad():
                 logprobs, _ = self._score(self._scorer, micro_batch, temperature)
-            values = logprobs.float().cpu().numpy()
-            ends = np.cumsum([sample.trained_tokens for sample in micro_batch])
-            scored.append(np.split(values, ends[:-1]) if micro_batch else [])
+            if micro_batch:
+                scored.append(logprobs.float().cpu().numpy())
         parts = self._gather(scored)
-        if parts is None:
-            return None
-        values_of = {
-            id(sample): values
-            for of_rank, scored_of_rank in zip(self._plan(trained), parts, strict=True)
-            for micro_batch, of_pass in zip(of_rank, scored_of_rank, strict=True)
-            for sample, values in zip(micro_batch, of_pass, strict=True)
-        }
-        return align(samples or (), [values_of[id(sample)] for sample in trained])
+        return None if parts is None else aligned(samples or (), self._in_order(trained, parts))
 
     def step(self, params: AdamParams) -> StepResult:
         """Clip to the norm over all ranks, apply and clear the accumulated gradient.
@@ -238,6 +243,13 @@ class FsdpTrainer:
 
     def _shard(self, module: PreTrainedModel, *, recompute: bool) -> Scorer:
         return shard(module, self._mesh, compute_dtype=self._options.dtype, recompute=recompute)
+
+    def _in_order[T: np.floating](
+        self, trained: Sequence[Sample], scored: Sequence[list[NDArray[T]]]
+    ) -> _Floats32:
+        """Return [n] values in the order of `trained` from those of every rank's passes that have samples."""
+        given = (micro_batch for of_rank in self._plan(trained) for micro_batch in of_rank if micro_batch)
+        return in_order(trained, zip(given, chain.from_iterable(scored), strict=True))
 
     def _plan(self, trained: Sequence[Sample]) -> list[list[list[Sample]]]:
         return plan(

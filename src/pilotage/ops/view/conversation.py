@@ -18,6 +18,8 @@ from pilotage.types import Rollout, TokenIds, Turn
 
 _LOGPROB_BOUNDS = np.array([0.01, 0.1, 0.5, 1.0, 2.0, 4.0])
 """Upper bounds in nats of -log-prob of the colours 0 to 5; 6 is beyond."""
+_GAP_BOUNDS = np.array([1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0])
+"""Upper bounds in nats of |trainer - sampler log-prob| of the colours 0 to 5; 6 is beyond."""
 _ADVANTAGE_BOUNDS = np.array([0.1, 0.5, 1.0])
 _MOST_JOINED_IDS = 8
 """Ids that may share one character; more than that are no UTF-8."""
@@ -143,12 +145,14 @@ def _tokens(turn: Turn, renderer: TemplateRenderer, fate: TurnFate | None) -> It
     logprobs, versions = turn.logprobs.tolist(), turn.weights_versions.tolist()
     ids = turn.completion_ids.tolist()
     marks = _marks(fate, len(ids))
+    gaps = None if fate is None or fate.gaps_K is None else fate.gaps_K.tolist()
     for text, start, end in _texts(turn.completion_ids, renderer):
         numbers = " ".join(f"#{number}" for number in ids[start:end])
+        gap = f" gap {gaps[start]:+.2g}" if gaps is not None and marks[start].startswith("t") else ""
         yield TokenView(
             text=text,
             classes=f"l{colours[start]} {marks[start]}",
-            title=f"{numbers} {logprobs[start]:.3g} v{versions[start]}",
+            title=f"{numbers} {logprobs[start]:.3g} v{versions[start]}{gap}",
         )
 
 
@@ -158,13 +162,16 @@ def _marks(fate: TurnFate | None, count: int) -> list[str]:
     sizes = np.searchsorted(_ADVANTAGE_BOUNDS, np.abs(fate.advantages_K)).tolist()
     trained, advantages = fate.is_trained_K.tolist(), fate.advantages_K.tolist()
     other = "m" if fate.kind == "masked" else "d"
+    gaps = [""] * count
+    if fate.gaps_K is not None:
+        gaps = [f" g{size}" for size in np.searchsorted(_GAP_BOUNDS, np.abs(fate.gaps_K)).tolist()]
     return [
-        f"t {'p' if advantage > 0 else 'n'}{size}"
+        f"t {'p' if advantage > 0 else 'n'}{size}{gap}"
         if is_trained and advantage
-        else "t"
+        else f"t{gap}"
         if is_trained
         else other
-        for is_trained, advantage, size in zip(trained, advantages, sizes, strict=True)
+        for is_trained, advantage, size, gap in zip(trained, advantages, sizes, gaps, strict=True)
     ]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pilotage.algorithms import build_batch, mask_stale
 from pilotage.loops import LoopSettings, TrainedGroups
-from pilotage.types import Rollout, Trajectory
+from pilotage.types import Logprobs, Rollout, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class TurnFate:
     is_trained_K: NDArray[np.bool_]
     advantages_K: NDArray[np.float32]
     """0 where a token is not trained."""
+    gaps_K: NDArray[np.float32] | None
+    """Trainer's less sampler's log-prob, 0 where a token is not trained; None where no step says."""
     kind: str
     """What became of those that are not trained: `masked` or `dropped`."""
     reason: str
@@ -40,13 +42,19 @@ class RolloutFate:
 
 
 def fate_of(
-    rollout: Rollout, siblings: Sequence[Rollout], settings: LoopSettings, *, step: TrainedGroups | None
+    rollout: Rollout,
+    siblings: Sequence[Rollout],
+    settings: LoopSettings,
+    *,
+    step: TrainedGroups | None,
+    trainer_logprobs_n: Logprobs | None = None,
 ) -> RolloutFate:
     """Say what a step did with the tokens of `rollout`.
 
     Args:
         siblings: the other rollouts of its group, or their skeletons.
         step: the groups of the step that trained it; None where none has yet: tokens are as new as may be.
+        trainer_logprobs_n: of the tokens that the step trained; left out where it has another number of them.
     """
     trajectory, rules = rollout.trajectory, settings.batch_rules()
     shadow = replace(rollout, trajectory=_numbered(trajectory))
@@ -57,10 +65,17 @@ def fate_of(
         batch = mask_stale(batch, trainer_version=step.trainer_version, max_lag=settings.max_lag)
     trained = np.zeros(trajectory.sampled_tokens, np.bool_)
     advantages = np.zeros(trajectory.sampled_tokens, np.float32)
+    order_n = np.zeros(0, np.int32)
     for sample in batch.samples:
         numbers = sample.token_ids[sample.loss_mask]
         trained[numbers] = True
         advantages[numbers] = sample.advantages[sample.loss_mask]
+        order_n = np.concatenate([order_n, numbers])
+    gaps = None
+    if trainer_logprobs_n is not None and trainer_logprobs_n.size == order_n.size > 0:
+        gaps = np.zeros(trajectory.sampled_tokens, np.float32)
+        sampled = np.concatenate([turn.logprobs for turn in trajectory.turns])
+        gaps[order_n] = trainer_logprobs_n - sampled[order_n]
     masked, dropped = dict(batch.ledger.masked_tokens), dict(batch.ledger.dropped_tokens)
     kind, reason = _rest(masked, dropped, rollout)
     turns: list[TurnFate] = []
@@ -72,6 +87,7 @@ def fate_of(
             TurnFate(
                 is_trained_K=trained[at:end],
                 advantages_K=advantages[at:end],
+                gaps_K=None if gaps is None else gaps[at:end],
                 kind="masked" if is_orphan else kind,
                 reason="orphan" if is_orphan else reason,
             )

@@ -56,6 +56,7 @@ def rollout_context(run: Run, path: Path, rollout: Rollout, siblings: Sequence[S
         "has_tokenizer": renderer is not None,
         "model": run.model(),
         "fate": fate,
+        "has_gaps": fate is not None and any(turn.gaps_K is not None for turn in fate.turns),
         "why_not": why_not,
         "siblings": siblings,
         "previous": names[at - 1] if at else None,
@@ -78,7 +79,9 @@ def _fate(
     if settings is None:
         return None, "this version cannot read the run's [loop] settings, so it cannot say what was trained"
     others = [item.skeleton() for item in siblings if item.id != rollout.id and not item.fault]
-    return fate_of(rollout, others, settings, step=run.trained_with(rollout.group_id)), ""
+    trained = run.trained_with(rollout.group_id)
+    logprobs = None if trained is None else run.directory.trainer_logprobs(trained.step, rollout.id)
+    return fate_of(rollout, others, settings, step=trained, trainer_logprobs_n=logprobs), ""
 
 
 def _phases(rollout: Rollout) -> list[Span]:
