@@ -12,9 +12,9 @@ import pytest
 from tests.fakes import ScriptedSampler, WordRenderer
 from tests.proxy.rig import Body, client_of, rig, spec, tool, user
 
-from pilotage.errors import TemplateError
+from pilotage.errors import ConfigError, TemplateError
 from pilotage.proxy import ChatCompletionsProxy, serve
-from pilotage.types import Message, SamplingParams, TokenIds, ToolSchema
+from pilotage.types import Message, ProxyAddress, SamplingParams, TokenIds, ToolSchema
 
 MALFORMED: list[tuple[bytes, str]] = [
     (b"{", "not valid JSON"),
@@ -341,8 +341,8 @@ async def test_an_address_in_use_is_an_error_before_anything_is_served() -> None
     first, second = (ChatCompletionsProxy(ScriptedSampler(script=iter([])), words) for _ in range(2))
     async with serve(first) as base_url:
         port = int(base_url.removesuffix("/v1").rsplit(":", 1)[1])
-        with pytest.raises(OSError, match="in use"):
-            async with serve(second, port=port):
+        with pytest.raises(ConfigError, match="in use"):
+            async with serve(second, ProxyAddress(port=port)):
                 pass
 
 

@@ -96,6 +96,42 @@ def test_trials_on_hosts_need_workers(tmp_path: Path) -> None:
     )
 
 
+INSIDE = "rollouts.agent_route=address"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            [INSIDE, "rollouts.proxy_address=box"],
+            'proxy_address = "box" is no HOST:PORT',
+        ),
+        ([INSIDE, "rollouts.proxy_address=box:70000"], 'proxy_address = "box:70000" is no HOST:PORT'),
+        (
+            [INSIDE, "rollouts.proxy_address='0.0.0.0:8000'"],
+            "every address of this machine",
+        ),
+        ([INSIDE, "rollouts.proxy_address='[::]:8000'"], "name it here, or set proxy_url"),
+        ([INSIDE, "rollouts.proxy_url=box:80"], 'proxy_url = "box:80" is no http or https URL'),
+        ([INSIDE, "rollouts.proxy_url='https://'"], "is no http or https URL of a host and a path"),
+        ([INSIDE, "rollouts.proxy_url='https://box/?a=b'"], "is no http or https URL of a host and a path"),
+        ([INSIDE, "rollouts.proxy_url='https://me:secret@box'"], "proxy_url has a user or a password"),
+        (["rollouts.proxy_url='https://box'"], 'proxy_address and proxy_url are for agent_route = "address"'),
+        (
+            [INSIDE, "rollouts.proxy_address='10.0.0.1:0'", "rollouts.ray_address=auto"],
+            "proxy_address and proxy_url are not for ray_address",
+        ),
+    ],
+)
+def test_a_proxy_that_no_agent_would_find_is_refused(
+    tmp_path: Path, overrides: list[str], fault: str
+) -> None:
+    said = refusal(write(tmp_path), *overrides)
+    assert fault in said
+    assert said.startswith("rollouts: ")
+    assert "secret" not in said
+
+
 @pytest.mark.parametrize("override", ["loop.seed", "=3", " =3"])
 def test_an_override_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
     assert refusal(write(tmp_path), override) == f"an override is a.b=value, got {override!r}"

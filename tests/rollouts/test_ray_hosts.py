@@ -84,7 +84,7 @@ async def test_a_host_that_loses_its_power_costs_an_attempt_and_comes_back(
         assert cluster.address == HEAD
         while len(await cluster.hosts()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
-    async with open_runner(recipe, sampler, renderer, tmp_path / "trials") as runner:  # pyright: ignore[reportArgumentType]  # it renders, too
+    async with open_runner(recipe, sampler, renderer, tmp_path / "trials") as runner:
         assert runner._workers is not None
         pool = runner._workers._pool
         first = [asyncio.create_task(runner.run(request_for(task, f"r{n}"))) for n in range(12)]

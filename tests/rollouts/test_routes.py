@@ -1,15 +1,21 @@
 """How agents inside an environment reach the proxy, and what is refused before the first rollout."""
 
+import asyncio
+import contextlib
+import socket
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fakes import ScriptedSampler
-from tests.rollouts.rig import policy, request_for, write_task
+from tests.fakes import ScriptedSampler, WordRenderer
+from tests.rollouts.rig import policy, request_for, script_of, write_task
 
 from pilotage.errors import ConfigError
 from pilotage.proxy import ChatCompletionsProxy
+from pilotage.recipes.config import PolicySettings, Recipe, RolloutSettings, TaskSettings
+from pilotage.recipes.stack import open_runner
 from pilotage.rollouts.routes import Route, check_route, relay_port
 from pilotage.rollouts.runner import HarborRunner, RunnerSettings
 from pilotage.rollouts.trial import MINI_SWE_AGENT, OPENHANDS_AGENT, AgentChoice, EnvironmentChoice
@@ -171,6 +177,100 @@ async def test_an_address_serves_where_the_network_is_shared_and_is_asked_for_wh
         assert rollout.outcome == Outcome.ENVIRONMENT_ERROR
         assert rollout.failure is not None
         assert "/health does not answer inside the environment" in rollout.failure.message
+
+
+@contextlib.asynccontextmanager
+async def tunnel(host: str, port: int, to: str, to_port: int) -> AsyncGenerator[None]:
+    """Carry connections from one address to another, as the far end of a reverse tunnel does."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(65_536):
+            writer.write(chunk)
+            await writer.drain()
+        writer.close()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection(to, to_port)
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True)
+
+    async with await asyncio.start_server(carry, host, port):
+        yield
+
+
+def free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def inside(task: Task, **places: str) -> Recipe:
+    command = f"{CHAT % GO}; echo $URL > /logs/agent/url; {SOLVE}"
+    return Recipe(
+        name="inside",
+        policy=PolicySettings(model=task.path),
+        tasks=TaskSettings(train=(task.path,)),
+        rollouts=RolloutSettings(
+            agent=INSIDE,
+            agent_options={"command": command},
+            agent_route=Route.ADDRESS,
+            workers=0,
+            keep_trials=True,
+            **places,  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+@pytest.mark.parametrize("is_tunnelled", [False, True])
+async def test_an_agent_inside_calls_the_address_or_the_tunnel_that_a_recipe_names(
+    tmp_path: Path, is_tunnelled: bool
+) -> None:
+    task = write_task(tmp_path / "tasks", environment_toml='network_mode = "public"')
+    near, far = free_port("127.0.0.2"), free_port("127.0.0.3")
+    url = f"http://127.0.0.3:{far}/v1" if is_tunnelled else f"http://127.0.0.2:{near}/v1"
+    places = {"proxy_address": f"127.0.0.2:{near}"}
+    places |= {"proxy_url": url.removesuffix("/v1")} if is_tunnelled else {}
+    recipe = inside(task, **places)
+    renderer = WordRenderer()
+    sampler = ScriptedSampler(script=script_of(renderer, ["one"]))
+    async with (
+        tunnel("127.0.0.3", far, "127.0.0.2", near),
+        open_runner(recipe, sampler, renderer, tmp_path / "trials") as runner,
+    ):
+        rollout = await runner.run(request_for(task))
+    assert (rollout.outcome, len(rollout.trajectory.turns)) == (Outcome.COMPLETED, 1)
+    assert left_by_agent(task, "url").strip() == url
+
+
+async def test_a_tunnel_that_leads_nowhere_is_an_environment_error_that_says_what_to_set(
+    tmp_path: Path,
+) -> None:
+    task = write_task(tmp_path / "tasks", environment_toml='network_mode = "public"')
+    recipe = inside(task, proxy_url=f"http://127.0.0.3:{free_port('127.0.0.3')}")
+    renderer = WordRenderer()
+    sampler = ScriptedSampler(script=script_of(renderer, ["one"]))
+    async with open_runner(recipe, sampler, renderer, tmp_path / "trials") as runner:
+        rollout = await runner.run(request_for(task))
+    assert rollout.outcome == Outcome.ENVIRONMENT_ERROR
+    assert rollout.failure is not None
+    assert "does not answer inside the environment" in rollout.failure.message
+    assert "proxy_url" in rollout.failure.message
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"), [("127.0.0.1:{port}", "Address already in use"), ("no-such-host.invalid:0", "")]
+)
+async def test_an_address_that_cannot_be_listened_at_is_one_clear_line(
+    task: Task, tmp_path: Path, address: str, reason: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = address.format(port=taken.getsockname()[1])
+        sampler = ScriptedSampler(script=iter(()))
+        with pytest.raises(ConfigError) as caught:
+            async with open_runner(inside(task, proxy_address=place), sampler, WordRenderer(), tmp_path):
+                pass
+    said = str(caught.value)
+    assert said.startswith(f"the proxy cannot listen at {place}: {reason}")
+    assert said.endswith("; set rollouts.proxy_address")
+    assert "\n" not in said
 
 
 async def test_a_relay_for_an_unsandboxed_agent_is_refused(task: Task) -> None:

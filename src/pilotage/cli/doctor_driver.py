@@ -1,19 +1,20 @@
 """The doctor's look at the driver's side: machine, training service, proxy, and the trials of one task."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from pathlib import Path
 
 from pilotage.client import Http, Patience
-from pilotage.errors import PilotageError
+from pilotage.errors import ConfigError, PilotageError
 from pilotage.ops.doctor.facts import gather
-from pilotage.ops.doctor.findings import Finding, FindingName
+from pilotage.ops.doctor.findings import Finding, FindingName, from_error
 from pilotage.ops.doctor.machine import check_file_times, check_machine
 from pilotage.ops.doctor.need import MachineNeed, ServiceNeed, TaskNeed
 from pilotage.ops.doctor.service import check_service, find_connection
 from pilotage.recipes import Recipe
-from pilotage.rollouts.routes import Route
+from pilotage.rollouts.routes import Route, proxy_address
 from pilotage.types import SessionAccess
 
 
@@ -56,10 +57,17 @@ async def _check_proxy_and_tasks(recipe: Recipe) -> list[Finding]:
         renderer = load_renderer(policy.model, enable_thinking=policy.enable_thinking)
     except PilotageError:
         return []  # the look at the policy says it
-    async with open_proxy(renderer, max_context_tokens=policy.max_context_tokens) as access:
+    rollouts = recipe.rollouts
+    address = proxy_address(rollouts.proxy_address, rollouts.proxy_url)
+    async with contextlib.AsyncExitStack() as stack:
+        opening = open_proxy(renderer, max_context_tokens=policy.max_context_tokens, address=address)
+        try:
+            access = await stack.enter_async_context(opening)
+        except ConfigError as raised:
+            return [from_error(FindingName.PROXY, raised, fix="set rollouts.proxy_address")]
         proxy = await check_proxy(access)
-        route = recipe.rollouts.agent_route
-        return [proxy, *await _check_trials(recipe, None if route is Route.DRIVER else access)]
+        is_inside = rollouts.agent_route is not Route.DRIVER
+        return [proxy, *await _check_trials(recipe, access if is_inside else None)]
 
 
 async def _check_trials(recipe: Recipe, access: SessionAccess | None) -> list[Finding]:

@@ -7,20 +7,33 @@ from collections.abc import AsyncGenerator
 import uvicorn
 
 from pilotage.embedded import EmbeddedServer, listen
+from pilotage.errors import ConfigError
 from pilotage.proxy.app import ChatCompletionsProxy
+from pilotage.types import ProxyAddress
 
 _BACKLOG = 512
 _STOP_S = 5
 
 
 @contextlib.asynccontextmanager
-async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
-    """Serve `proxy` while the context is open; yields the base URL, which ends in /v1.
+async def serve(proxy: ChatCompletionsProxy, address: ProxyAddress | None = None) -> AsyncGenerator[str]:
+    """Serve `proxy` while the context is open; yields the base URL that sessions are given.
+
+    Args:
+        address: absent is any free port of loopback.
 
     Raises:
-        OSError: the address cannot be bound.
+        ConfigError: the address cannot be bound.
     """
-    listener = listen(host, port, backlog=_BACKLOG)
+    address = address or ProxyAddress()
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    try:
+        listener = listen(address.host, address.port, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"the proxy cannot listen at {host}:{address.port}: {error.strerror or error}; set"
+            " rollouts.proxy_address"
+        ) from error
     config = uvicorn.Config(
         proxy.app,
         log_config=None,
@@ -31,7 +44,7 @@ async def serve(proxy: ChatCompletionsProxy, host: str = "127.0.0.1", port: int 
         timeout_graceful_shutdown=_STOP_S,
     )
     server = EmbeddedServer(config)
-    proxy.base_url = f"http://{host}:{listener.getsockname()[1]}/v1"
+    proxy.base_url = address.url or f"http://{host}:{listener.getsockname()[1]}/v1"
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _started(server, serving)

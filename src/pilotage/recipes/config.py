@@ -14,8 +14,9 @@ from pilotage.errors import ConfigError
 from pilotage.loops.settings import LoopSettings
 from pilotage.recipes.reference import changes
 from pilotage.rollouts.mcp_servers import McpServer
-from pilotage.rollouts.routes import Route
+from pilotage.rollouts.routes import Route, proxy_address
 from pilotage.trackers.names import TrackerName
+from pilotage.types import ProxyAddress
 from pilotage.wire.jobs import PeftConfig
 
 
@@ -59,7 +60,12 @@ class RolloutSettings(_Section):
     agent_options: dict[str, Any] = Field(default_factory=dict)
     """For agents other than `openhands`."""
     agent_route: Route = Route.DRIVER
-    """`driver`; for an agent that runs inside the environment, `relay`, or `address` on a shared network."""
+    """`driver`; for an agent that runs inside the environment, `relay`, or `address` over a network."""
+    proxy_address: str = "127.0.0.1:0"
+    """`HOST:PORT` where the proxy listens for agents of the route `address`; port 0 is any that is free.
+    Other machines may reach it there; it answers those only who hold the key of a running rollout."""
+    proxy_url: str | None = None
+    """Where those agents find it: the far end of a tunnel to `proxy_address`; absent is that address."""
     tools: tuple[str, ...] = ("terminal", "localization_finish")
     """Of the `openhands` agent, in the order in which it offers them."""
     system_prompt_file: Path | None = None
@@ -107,6 +113,21 @@ class RolloutSettings(_Section):
     """Where Harbor's trial directories are made; absent is the run directory."""
     keep_trials: bool = False
     """Whether Harbor's trial directories stay."""
+
+    @model_validator(mode="after")
+    def _proxy_is_found(self) -> Self:
+        address = proxy_address(self.proxy_address, self.proxy_url)
+        if address != ProxyAddress() and self.agent_route is not Route.ADDRESS:
+            raise ValueError(
+                'proxy_address and proxy_url are for agent_route = "address"; other agents call the proxy'
+                " from this machine"
+            )
+        if address != ProxyAddress() and self.ray_address is not None:
+            raise ValueError(
+                "proxy_address and proxy_url are not for ray_address: its hosts find the proxy at the"
+                " driver's address in the cluster"
+            )
+        return self
 
     @model_validator(mode="after")
     def _needs_workers_on_hosts(self) -> Self:

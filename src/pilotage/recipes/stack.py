@@ -12,7 +12,7 @@ from pilotage.client import JobPlan, open_engine, resolve_connection
 from pilotage.client.tinker_losses import check_loss
 from pilotage.client.tinker_sdk import check_sdk, installed_version, resolve_tinker
 from pilotage.errors import ConfigError
-from pilotage.interfaces import Engine, Sampler
+from pilotage.interfaces import Engine, Renderer, Sampler
 from pilotage.proxy import ChatCompletionsProxy, serve
 from pilotage.recipes.config import Recipe, RolloutSettings
 from pilotage.recipes.embedded import open_local
@@ -28,7 +28,9 @@ from pilotage.rollouts import (
 )
 from pilotage.rollouts.host_workers import HostWorkers
 from pilotage.rollouts.ray_cluster import check_ray, open_ray
+from pilotage.rollouts.routes import proxy_address
 from pilotage.rollouts.trial import HOST_ENVIRONMENT, OPENHANDS_AGENT
+from pilotage.types import ProxyAddress
 from pilotage.wire.jobs import (
     CreateJobBody,
     EngineSizes,
@@ -232,7 +234,7 @@ def _open_tinker(
 async def open_runner(
     recipe: Recipe,
     sampler: Sampler,
-    renderer: TemplateRenderer,
+    renderer: Renderer,
     trials_directory: Path,
     *,
     registry: CollectorRegistry | None = None,
@@ -250,12 +252,12 @@ async def open_runner(
         registry.register(proxy.measures)
     settings = runner_settings(recipe.rollouts, trials_directory)
     async with contextlib.AsyncExitStack() as stack:
-        pool, host = None, "127.0.0.1"
+        pool, address = None, proxy_address(recipe.rollouts.proxy_address, recipe.rollouts.proxy_url)
         if recipe.rollouts.ray_address is not None:
             cluster = await stack.enter_async_context(open_ray(recipe.rollouts.ray_address))
             pool = HostWorkers(cluster=cluster, settings=settings, shared=_read(recipe))
-            host = cluster.address
-        await stack.enter_async_context(serve(proxy, host))
+            address = ProxyAddress(host=cluster.address)
+        await stack.enter_async_context(serve(proxy, address))
         yield await stack.enter_async_context(HarborRunner(sessions=proxy, settings=settings, pool=pool))
 
 

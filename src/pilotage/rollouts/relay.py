@@ -156,8 +156,8 @@ async def check_address(environment: BaseEnvironment, base_url: str) -> None:
     )
     if (await environment.exec(command, timeout_sec=30)).return_code != 0:
         raise RouteError(
-            f'{url} does not answer inside the environment: set agent_route = "relay", or give the task'
-            " a network"
+            f'{url} does not answer inside the environment: set agent_route = "relay", give the task a'
+            " network, or set proxy_address or proxy_url to where the proxy can be found from there"
         )
 
 

@@ -13,7 +13,7 @@ from pilotage.types.outcome import (
 from pilotage.types.rollout import Rollout, RolloutFailure, RolloutRequest
 from pilotage.types.sample import Sample
 from pilotage.types.sampling import Completion, FinishReason, SamplingParams
-from pilotage.types.session import SessionAccess, SessionRecord, SessionSpec
+from pilotage.types.session import ProxyAddress, SessionAccess, SessionRecord, SessionSpec
 from pilotage.types.task import Task
 from pilotage.types.training import (
     AdamParams,
@@ -46,6 +46,7 @@ __all__ = [
     "OutcomeRule",
     "ParsedReply",
     "PolicyLoss",
+    "ProxyAddress",
     "Reduction",
     "Reward",
     "Role",

@@ -8,6 +8,18 @@ from pilotage.types.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProxyAddress:
+    """Where the proxy listens, and where agents find it."""
+
+    host: str = "127.0.0.1"
+    """Name or address of this machine."""
+    port: int = 0
+    """0 is any that is free."""
+    url: str | None = None
+    """Base that agents are given, ending in /v1; None is that of host and port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
     """How an agent reaches its session."""
 

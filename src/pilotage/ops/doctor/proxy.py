@@ -10,7 +10,7 @@ from pilotage.errors import SamplerError
 from pilotage.interfaces import Renderer
 from pilotage.ops.doctor.findings import Finding, FindingName, error, ok
 from pilotage.proxy import ChatCompletionsProxy, serve
-from pilotage.types import Completion, SamplingParams, SessionAccess, SessionSpec, TokenIds
+from pilotage.types import Completion, ProxyAddress, SamplingParams, SessionAccess, SessionSpec, TokenIds
 
 _KEY_TTL_S = 600.0
 _ANSWER_S = 5.0
@@ -29,10 +29,16 @@ class _NoSampler:
 
 
 @contextlib.asynccontextmanager
-async def open_proxy(renderer: Renderer, *, max_context_tokens: int) -> AsyncGenerator[SessionAccess]:
-    """Serve a proxy as a run does, while the context is open; yields a session of it."""
+async def open_proxy(
+    renderer: Renderer, *, max_context_tokens: int, address: ProxyAddress | None = None
+) -> AsyncGenerator[SessionAccess]:
+    """Serve a proxy as a run does, while the context is open; yields a session of it.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
     proxy = ChatCompletionsProxy(_NoSampler(max_context_tokens=max_context_tokens), renderer)
-    async with serve(proxy):
+    async with serve(proxy, address):
         spec = SessionSpec(rollout_id="doctor", sampling=SamplingParams(), ttl_s=_KEY_TTL_S)
         access = proxy.open(spec)
         try:
@@ -54,7 +60,7 @@ async def check_proxy(access: SessionAccess) -> Finding:
         return error(
             FindingName.PROXY,
             f"{origin} does not answer: {raised or type(raised).__name__}",
-            fix="see what holds connections to 127.0.0.1 back: a firewall, or a full table of sockets",
+            fix="see what holds connections back: a firewall, an ended tunnel, or a full table of sockets",
         )
     statuses = (health.status_code, known.status_code, unknown.status_code)
     evidence = f"{origin}: health {statuses[0]}, with a key {statuses[1]}, without one {statuses[2]}"
