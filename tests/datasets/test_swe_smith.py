@@ -3,21 +3,25 @@
 import hashlib
 import io
 import json
+import shutil
 import subprocess
 import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.datasets.docker_engine import DockerEngine
 
 from pilotage.cli import main
 from pilotage.datasets.patches import PatchError, apply_patch, git_blob, read_patch
 from pilotage.datasets.swe_smith import (
     SWE_SMITH,
     CloneTrees,
+    ImageTrees,
     Row,
     SdistTrees,
     TaskOptions,
@@ -254,6 +258,72 @@ def test_a_mirror_is_cloned_once_and_comes_without_history(tmp_path: Path) -> No
     assert trees.tree_of(row()).files == tree.files
     with pytest.raises(NoTreeError, match="git cannot clone"):
         CloneTrees(base_url=f"{tmp_path.as_uri()}/", clones=tmp_path / "other").tree_of(row())
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerEngine]:
+    """Let the docker program talk to an engine of ours that holds one image."""
+    if shutil.which("docker") is None:
+        pytest.skip("needs the docker program")
+    with DockerEngine(images={f"kit/acme_1776_toy.kit.{COMMIT}": image_files()}) as engine:
+        monkeypatch.setenv("DOCKER_HOST", engine.address)
+        yield engine
+
+
+def image_files() -> bytes:
+    """Return what the engine sends of a /testbed where a repository was cloned, installed and run."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for name in (
+            "testbed/pkg/a.py",
+            "testbed/.git/config",
+            "testbed/pkg/__pycache__/a.cpython-312.pyc",
+            "testbed/toy.egg-info/PKG-INFO",
+            "testbed/../etc/crontab",
+            "elsewhere/b.py",
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(CLEAN)
+            tar.addfile(member, io.BytesIO(CLEAN.encode()))
+        link = tarfile.TarInfo("testbed/link.py")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    return content.getvalue()
+
+
+def test_an_image_gives_its_repository_and_is_copied_once_from_a_container_that_never_starts(
+    engine: DockerEngine,
+) -> None:
+    trees = ImageTrees(prefix="kit/")
+
+    tree = trees.tree_of(row())
+
+    assert (tree.files, tree.is_exact) == ({"pkg/a.py": CLEAN.encode()}, True)
+    assert tree.origin == f"kit/acme_1776_toy.kit.{COMMIT}"
+    assert trees.tree_of(row()).files == tree.files
+    assert engine.asked == ["create", "archive", "delete"]
+
+
+def test_rows_without_an_image_are_counted_by_one_reason(engine: DockerEngine, tmp_path: Path) -> None:
+    trees = ImageTrees(prefix="other/")
+
+    summary = write_swe_smith_tasks(tmp_path / "out", [row(1), row(2)], trees, TaskOptions())
+
+    assert summary.drops == {"the container engine cannot get the image": 2}
+    assert engine.asked == ["create"]  # the second row is not asked for again
+
+
+def test_an_image_without_a_repository_is_a_reason_too(engine: DockerEngine) -> None:
+    engine.images = dict.fromkeys(engine.images)
+    with pytest.raises(NoTreeError, match="no /testbed"):
+        ImageTrees(prefix="kit/").tree_of(row())
+    assert engine.asked == ["create", "delete"]
+
+
+def test_no_engine_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="a container engine that answers `version`: docker or podman"):
+        ImageTrees(prefix="kit/")
 
 
 def test_the_orientation_says_which_side_the_patch_is_for(index: Path) -> None:

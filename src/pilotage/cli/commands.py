@@ -167,10 +167,14 @@ def _add_swe_smith(data: _Commands) -> None:
     rows.add_argument("--parquet", type=Path, nargs="+", default=[], metavar="FILE", help="rows on this disk")
     rows.add_argument("--revision", metavar="SHA", help="full commit of the data set on the hub")
     swe_smith.add_argument("--limit", type=int, metavar="N", help="read only the first rows")
-    swe_smith.add_argument(
+    trees = swe_smith.add_mutually_exclusive_group()
+    trees.add_argument(
         "--clone-from",
         metavar="URL",
         help="what the mirrors' names follow, to clone trees; default: source archives of the package index",
+    )
+    trees.add_argument(
+        "--images-from", metavar="PREFIX", help="what the images' names follow, to copy trees out of images"
     )
     swe_smith.add_argument(
         "--held-out", type=float, default=0.1, metavar="SHARE", help="of the repositories (%(default)s)"

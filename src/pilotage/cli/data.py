@@ -59,6 +59,7 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--held-out is a share of the repositories, from 0 to below 1; got {arguments.held_out}"
         )
+    trees = _trees(arguments.clone_from, arguments.images_from)
     raw = read_rows(SWE_SMITH, parquet=arguments.parquet, revision=arguments.revision or "")
     if arguments.limit is not None:
         raw = itertools.islice(raw, arguments.limit)
@@ -67,7 +68,6 @@ async def swe_smith(arguments: argparse.Namespace) -> int:
     _print_counts(checked.drops)
     if not checked.rows:
         raise ConfigError("no row is left to make a task of")
-    trees = _trees(arguments.clone_from)
     options = TaskOptions(held_out_fraction=arguments.held_out, seed=arguments.seed, empty=arguments.empty)
     tasks_directory = arguments.export_swe_smith_to or arguments.out
     with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -94,12 +94,14 @@ def _cache(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pilotage" / kind
 
 
-def _trees(clone_from: str | None) -> "TreeSource":
+def _trees(clone_from: str | None, images_from: str | None) -> "TreeSource":
     from pilotage.datasets.sdists import configured_index
-    from pilotage.datasets.swe_smith import CloneTrees, SdistTrees
+    from pilotage.datasets.swe_smith import CloneTrees, ImageTrees, SdistTrees
 
     if clone_from is not None:
         return CloneTrees(base_url=clone_from, clones=_cache("clones"))
+    if images_from is not None:
+        return ImageTrees(prefix=images_from)
     return SdistTrees(index_url=configured_index(), cache=_cache("sdists"))
 
 

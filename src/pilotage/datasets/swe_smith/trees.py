@@ -1,19 +1,20 @@
-"""Where the tree of a row comes from: a clone of its repository, or its package's source archives."""
+"""Where the tree of a row comes from: a clone, an image, or its package's source archives."""
 
 import io
 import re
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from pilotage.datasets.patches import Patch, PatchError, apply_patch, git_blob
 from pilotage.datasets.sdists import fetch_sdist, list_sdists
 from pilotage.datasets.swe_smith.rows import Orientation, Row
-from pilotage.errors import PackageError
+from pilotage.errors import ConfigError, PackageError
 
 _MIRRORS_MADE = datetime(2024, 10, 1, tzinfo=UTC)
 """SWE-smith mirrored its repositories around then: archives of that time are tried first."""
@@ -28,6 +29,11 @@ _PACKAGE_NAMES = {
 """Repository -> package, where the names differ."""
 _ARCHIVE_ONLY = re.compile(r"(^PKG-INFO$|(^|/)[^/]+\.egg-info/)")
 """What a source archive has and the repository has not."""
+_ENGINES = ("docker", "podman")
+_TESTBED = PurePosixPath("testbed")
+"""Where SWE-smith's images hold the repository."""
+_MADE_IN_IMAGE = re.compile(r"(^|/)(\.git|__pycache__|[^/]+\.egg-info)(/|$)|\.py[co]$")
+"""What cloning and installing leave in a tree."""
 
 
 class NoTreeError(Exception):
@@ -158,6 +164,83 @@ class CloneTrees:
             partial.rename(clone)
         files = _files_of_tar(_git("-C", str(clone), "archive", "--format=tar", "HEAD"))
         return Tree(files=files, origin=mirror, is_exact=_is_exact(row.patch, files))
+
+
+class ImageTrees:
+    """Trees from SWE-smith's container images: `/testbed`, copied out of a container that is never started.
+
+    The tree of one image is kept at a time: ask for the rows of a repository one after another. Images that
+    the engine fetches stay with it.
+    """
+
+    def __init__(self, *, prefix: str) -> None:
+        """Look for an engine that answers, docker before podman.
+
+        Args:
+            prefix: what an image's name follows, `docker.io/swebench/swesmith.x86_64.` for one.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self._prefix = prefix
+        self._engine = _working_engine()
+        self._image = ""
+        self._files: Mapping[str, bytes] = {}
+        self._problem = ""
+
+    def tree_of(self, row: Row) -> Tree:
+        """As of `TreeSource`."""
+        # SWE-smith's own rule for names: 1776 stands for the double underscore, which Docker Hub refuses.
+        image = f"{self._prefix}{row.owner}_1776_{row.name}.{row.commit}".lower()
+        if image != self._image:
+            self._image, self._files, self._problem = image, {}, ""
+            try:
+                self._files = _tree_in_image(self._engine, image)
+            except NoTreeError as error:
+                self._problem = str(error)
+        if self._problem:
+            raise NoTreeError(self._problem)
+        return Tree(files=self._files, origin=image, is_exact=_is_exact(row.patch, self._files))
+
+
+def _working_engine() -> str:
+    for engine in _ENGINES:
+        if shutil.which(engine) and _ask(engine, "version").returncode == 0:
+            return engine
+    raise ConfigError(
+        f"trees from images need a container engine that answers `version`: {' or '.join(_ENGINES)}"
+    )
+
+
+def _tree_in_image(engine: str, image: str) -> dict[str, bytes]:
+    created = _ask(engine, "create", image, "true")  # an image need not name a command; none is run
+    if created.returncode != 0:
+        raise NoTreeError("the container engine cannot get the image")
+    container = created.stdout.decode().split()[-1]
+    try:
+        copied = _ask(engine, "cp", f"{container}:/{_TESTBED}", "-")
+    finally:
+        _ask(engine, "rm", container)
+    if copied.returncode != 0:
+        raise NoTreeError("the image has no /testbed that can be copied")
+    return _repository_files(_files_of_tar(copied.stdout))
+
+
+def _repository_files(copied: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files under `testbed/` that are the repository's; names that lead out of it are left out."""
+    files: dict[str, bytes] = {}
+    for name, content in copied.items():
+        path = PurePosixPath(name)
+        if path.is_relative_to(_TESTBED) and ".." not in path.parts:
+            inside = str(path.relative_to(_TESTBED))
+            if not _MADE_IN_IMAGE.search(inside):
+                files[inside] = content
+    return files
+
+
+def _ask(engine: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = [engine, *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
 
 
 def _git(*arguments: str) -> bytes:
