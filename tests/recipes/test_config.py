@@ -115,7 +115,8 @@ INSIDE = "rollouts.agent_route=address"
         ([INSIDE, "rollouts.proxy_url=box:80"], 'proxy_url = "box:80" is no http or https URL'),
         ([INSIDE, "rollouts.proxy_url='https://'"], "is no http or https URL of a host and a path"),
         ([INSIDE, "rollouts.proxy_url='https://box/?a=b'"], "is no http or https URL of a host and a path"),
-        ([INSIDE, "rollouts.proxy_url='https://me:secret@box'"], "proxy_url has a user or a password"),
+        ([INSIDE, "rollouts.proxy_url='https://me@box'"], "proxy_url has a user or a password"),
+        ([INSIDE, "rollouts.proxy_url='https://:secret@box'"], "proxy_url has a user or a password"),
         (["rollouts.proxy_url='https://box'"], 'proxy_address and proxy_url are for agent_route = "address"'),
         (
             [INSIDE, "rollouts.proxy_address='10.0.0.1:0'", "rollouts.ray_address=auto"],
