@@ -6,11 +6,14 @@ end as the run that nobody disturbed, or say in one line what is damaged.
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import resource
 import socket
+import struct
 import subprocess
+import sys
 import tempfile
 import time
 import tomllib
@@ -34,6 +37,7 @@ SETTINGS = LoopSettings(
     checkpoint_every_steps=2,
     evaluation=EvaluationSettings(every_steps=3),
 )
+_ROOT = Path(__file__).resolve().parents[2]
 _SERVICE_ANSWERS_S = 5.0
 _NUM_TRIES = 5
 
@@ -54,7 +58,8 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     return content[:at] + piece + content[at + size :]
 
 
-async def _crashed_run(path: Path, rng: random.Random) -> None:
+async def crashed_run(path: Path, rng: random.Random) -> None:
+    """Begin a run whose trainer fails in a step."""
     rig = Rig(settings=SETTINGS, trainer=CountingTrainer(fails_in_step=rng.randint(2, 5)))
     with contextlib.suppress(TrainerError):
         await rig.run(path)
@@ -66,7 +71,7 @@ async def _whole(path: Path) -> float:
     return rig.trainer.weights
 
 
-async def _resumed(path: Path, whole: Path) -> list[str]:
+async def resumed(path: Path, whole: Path) -> list[str]:
     """Resume, and say what differs from a run that nobody disturbed."""
     expected = await _whole(whole)
     rig = Rig(settings=SETTINGS)
@@ -94,16 +99,16 @@ def _lines_of(name: str) -> Kind:
 
     async def strike(directory: Path, rng: random.Random) -> list[str]:
         path = directory / "run"
-        await _crashed_run(path, rng)
+        await crashed_run(path, rng)
         (path / name).write_bytes(damaged((path / name).read_bytes(), rng))
-        return await _resumed(path, directory / "whole")
+        return await resumed(path, directory / "whole")
 
     return strike
 
 
 async def _config(directory: Path, rng: random.Random) -> list[str]:
     path = directory / "run"
-    await _crashed_run(path, rng)
+    await crashed_run(path, rng)
     config = path / "config.toml"
     content = config.read_bytes()
     config.write_bytes(damaged(content, rng))
@@ -111,13 +116,13 @@ async def _config(directory: Path, rng: random.Random) -> list[str]:
     with contextlib.suppress(ValueError):  # an end of line that was torn off changes nothing
         is_same = tomllib.loads(config.read_text()) == tomllib.loads(content.decode())
     if is_same:
-        return await _resumed(path, directory / "whole")
+        return await resumed(path, directory / "whole")
     try:
-        problems = await _resumed(path, directory / "whole")
+        problems = await resumed(path, directory / "whole")
     except RunDirectoryError as error:
         problems = [] if "\n" not in str(error) else [f"its error has several lines: {error}"]
         config.write_bytes(content)
-        return problems + await _resumed(path, directory / "whole-again")
+        return problems + await resumed(path, directory / "whole-again")
     return [*problems, "a damaged config was taken for the run's own"]
 
 
@@ -173,7 +178,7 @@ async def _full_disk(directory: Path, rng: random.Random) -> list[str]:
                     disk / "run", resume=(disk / "run" / "events.jsonl").is_file()
                 )
         enlarge()
-        return await _resumed(disk / "run", directory / "whole")
+        return await resumed(disk / "run", directory / "whole")
 
 
 async def _few_descriptors(directory: Path, rng: random.Random) -> list[str]:
@@ -186,7 +191,7 @@ async def _few_descriptors(directory: Path, rng: random.Random) -> list[str]:
             await Rig(settings=SETTINGS).run(path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return await _resumed(path, directory / "whole")
+    return await resumed(path, directory / "whole")
 
 
 async def _service_connections(directory: Path, rng: random.Random) -> list[str]:
@@ -211,6 +216,75 @@ async def _service_connections(directory: Path, rng: random.Random) -> list[str]
         return problems
 
 
+def _clock_of(scenario: str) -> Kind:
+    """Set the clock of a process and of all that it starts, from its first import on."""
+
+    async def strike(directory: Path, rng: random.Random) -> list[str]:
+        path = os.pathsep.join(map(str, (Path(__file__).parent / "set_clock", _ROOT)))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.chaos.under_set_clock"),
+            *(scenario, str(directory), str(rng.randrange(1 << 30))),
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        said, complaint = await process.communicate()
+        if process.returncode != 0:
+            return [f"it ended with {process.returncode}: {complaint.decode()[-300:]}"]
+        return json.loads(said.splitlines()[-1])
+
+    return strike
+
+
+async def _browsers_that_are_killed(directory: Path, rng: random.Random) -> list[str]:
+    """Kill browsers in the middle of requests and of answers; the page goes on, and holds nothing of them."""
+    await _whole(directory / "runs" / "one")
+    command = (sys.executable, "-m", "pilotage", "view", str(directory / "runs"), "--port", "0")
+    viewer = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert viewer.stdout is not None
+        said = await asyncio.wait_for(viewer.stdout.readline(), 60)
+        port = int(said.split()[0].rstrip(b"/").rpartition(b":")[2])
+        if b"200" not in await _answer(port, "/runs/one"):
+            return ["it does not answer"]
+        descriptors = f"/proc/{viewer.pid}/fd"
+        before = len(os.listdir(descriptors))
+        for _ in range(rng.randint(20, 120)):
+            browser = socket.create_connection(("127.0.0.1", port), timeout=5)
+            asked = _request(rng.choice(("/", "/runs/one", "/runs/one/live", "/runs/one/export")))
+            sent = rng.choice((len(asked), rng.randrange(len(asked))))
+            browser.sendall(asked[:sent])
+            if sent == len(asked) and rng.random() < 0.5:
+                browser.recv(rng.randint(1, 400))
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            browser.close()  # the kernel resets it, as it does those of a process that was killed
+        answer = await asyncio.wait_for(_answer(port, "/runs/one"), _SERVICE_ANSWERS_S)
+        problems = [] if b"200" in answer else [f"it answered {answer!r}"]
+        for _ in range(50):
+            if len(os.listdir(descriptors)) <= before:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            problems.append(f"it holds {len(os.listdir(descriptors))} descriptors, {before} before")
+        return problems
+    finally:
+        viewer.terminate()
+        await viewer.wait()
+
+
+def _request(address: str) -> bytes:
+    return f"GET {address} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+
+
+async def _answer(port: int, address: str) -> bytes:
+    """Return the first line that the page answers."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(address))
+    line = await reader.readline()
+    writer.close()
+    return line
+
+
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         "metrics.jsonl damaged": _lines_of("metrics.jsonl"),
@@ -221,6 +295,9 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "disk full": _full_disk,
         "descriptors exhausted": _few_descriptors,
         "half-open connections, service": _service_connections,
+        "clock set, run": _clock_of("run"),
+        "clock set, service": _clock_of("service"),
+        "browsers killed, view": _browsers_that_are_killed,
     }
 )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from pilotage.algorithms.hack_gauges import call_signs, output_signs
+from pilotage.clock import steady_time
 from pilotage.errors import ContextExceededError, SamplerError, TemplateError
 from pilotage.interfaces import Renderer, Sampler
 from pilotage.proxy.canonical import canonical_reply
@@ -221,7 +222,7 @@ class Session:
                 self._draws.give_back(call.draw)
 
     async def _turn(self, request: TurnRequest, draw: int) -> int:
-        started_at = time.time()
+        started_at = steady_time()
         at = self.tree.attach(request)
         suffix_ids = await self._encode(at, request)
         prompt_ids = self.tree.prompt_ids(at.parent, suffix_ids)
@@ -241,7 +242,7 @@ class Session:
             malformed_calls=parsed.malformed_calls,
             called_tools=tuple(call.name for call in parsed.message.tool_calls),
             started_at=started_at,
-            finished_at=time.time(),
+            finished_at=steady_time(),
         )
         self.counters["malformed_calls"] += parsed.malformed_calls
         self._note_signs(parsed, request, at)

@@ -101,6 +101,9 @@ class _Phases:
     def __init__(self, slots: Slots | None, deadline: asyncio.Timeout) -> None:
         self._slots = slots
         self._deadline = deadline
+        self.has_early_fault = False
+        """Whether something had failed when the verifier began; Harbor's times say it only while nobody sets
+        the machine's clock."""
 
     async def enter(self, phase: TrialPhase) -> None:
         if self._slots is None:
@@ -124,6 +127,7 @@ class _Phases:
                 await self._slots.leave()
 
         async def verifier(event: object) -> None:
+            self.has_early_fault = trial.result.exception_info is not None
             await self.enter(TrialPhase.VERIFIER)
 
         trial.add_hook(TrialEvent.AGENT_START, agent)
@@ -167,7 +171,8 @@ async def _attributed(spec: TrialSpec, slots: Slots | None) -> TrialReport:
         async with asyncio.timeout(spec.deadlines.trial_s) as deadline:
             phases = _Phases(slots, deadline)
             await phases.enter(TrialPhase.ENVIRONMENT)
-            return _report(await _run_harbor(spec, key_variable, phases), spec)
+            result = await _run_harbor(spec, key_variable, phases)
+            return _report(result, spec, has_early_fault=phases.has_early_fault)
     except TimeoutError:
         message = f"the trial took longer than {spec.deadlines.trial_s:g} s in all"
         return _faulty(TrialPhase.ENVIRONMENT, "TrialTimeoutError", message)
@@ -290,8 +295,8 @@ def _base_url(spec: TrialSpec) -> str:
     return spec.access.base_url
 
 
-def _report(result: "TrialResult", spec: TrialSpec) -> TrialReport:
-    fault = _fault(result)
+def _report(result: "TrialResult", spec: TrialSpec, *, has_early_fault: bool) -> TrialReport:
+    fault = _fault(result, has_early_fault=has_early_fault)
     agent_result = result.agent_result
     rewards = result.verifier_result.rewards if result.verifier_result is not None else None
     reward, problem = None, ""
@@ -313,12 +318,11 @@ def _report(result: "TrialResult", spec: TrialSpec) -> TrialReport:
     )
 
 
-def _fault(result: "TrialResult") -> TrialFault | None:
+def _fault(result: "TrialResult", *, has_early_fault: bool) -> TrialFault | None:
     info = result.exception_info
     if info is None:
         return None
-    verified_from = result.verifier.started_at if result.verifier is not None else None
-    if verified_from is not None and info.occurred_at >= verified_from:
+    if result.verifier is not None and not has_early_fault:
         phase = TrialPhase.VERIFIER
     elif result.agent_setup is not None:
         phase = TrialPhase.AGENT
@@ -335,4 +339,4 @@ def _fault(result: "TrialResult") -> TrialFault | None:
 def _seconds(timing: "TimingInfo | None") -> float:
     if timing is None or timing.started_at is None or timing.finished_at is None:
         return 0.0
-    return (timing.finished_at - timing.started_at).total_seconds()
+    return max(0.0, (timing.finished_at - timing.started_at).total_seconds())  # the clock may have been set

@@ -6,7 +6,6 @@ Lives in the engine process. The engine is opened in the background, so that the
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_json
 
+from pilotage.clock import steady_time
 from pilotage.errors import ConfigError
 from pilotage.interfaces import Engine
 from pilotage.rendering import TokenizerFile
@@ -273,7 +273,7 @@ class EngineHost:
         """Append a finished operation of the trainer to the job's series."""
         if operation.sequence is None:
             return
-        ended_at = operation.ended_at or time.time()
+        ended_at = operation.ended_at or steady_time()
         line: Mapping[str, Any] = {
             "at": ended_at,
             "verb": operation.verb,

@@ -10,7 +10,6 @@ A job holds its GPUs from placing until its engine process is gone, whatever its
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from pilotage.clock import steady_time
 from pilotage.processes import ProcessIdentity
 from pilotage.service.checkpoints import Checkpoints
 from pilotage.service.engine_host import JobSpec
@@ -72,7 +72,7 @@ class Job:
     lease_expires_at: float | None = None
     address: EngineAddress | None = None
     engine: Engine | None = None
-    last_activity_at: float = field(default_factory=time.time)
+    last_activity_at: float = field(default_factory=steady_time)
     placed_at: float | None = None
     health_at: float = 0.0
     is_ending: bool = False
@@ -168,7 +168,7 @@ class Jobs:
         models: Path,
         capacity: dict[str, int],
         engine_command: Sequence[str],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         """Args:
         directory: where jobs have their directories.

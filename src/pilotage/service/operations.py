@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from pilotage.clock import steady_time
 from pilotage.errors import PilotageError
 from pilotage.service.refusals import Refusal, error_body
 from pilotage.wire.core import OCTET_STREAM, ErrorBody, ErrorCode
@@ -199,7 +200,7 @@ class Operations:
             verb=verb,
             digest=digest,
             sequence=sequence,
-            created_at=time.time(),
+            created_at=steady_time(),
         )
         self._by_id[operation_id] = operation
         return operation
@@ -241,7 +242,7 @@ class Operations:
             self._end(operation)
 
     def _end(self, operation: Operation) -> None:
-        operation.ended_at = time.time()
+        operation.ended_at = steady_time()
         operation._task = None  # a task keeps its context and its coroutine alive
         if operation.sequence is not None:
             self._next_to_run, self._is_busy = operation.sequence + 1, False
@@ -255,7 +256,7 @@ class Operations:
 
     def _forget_old(self) -> None:
         """Drop outcomes of free operations, oldest first, down to the bounds."""
-        oldest_kept = time.time() - _KEPT_S
+        oldest_kept = steady_time() - _KEPT_S
         outcomes = self._free_outcomes
         while outcomes and (self._kept_bytes > _KEPT_BYTES or (outcomes[0].ended_at or 0) < oldest_kept):
             operation = outcomes.popleft()
