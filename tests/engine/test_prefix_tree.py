@@ -1,5 +1,6 @@
 """A batch as one tree: the same log-probs and gradients as row by row, and no token computed twice."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -92,6 +93,31 @@ def test_log_probs_and_gradients_are_those_of_single_rows(
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", TREE_FAMILIES)
+def test_in_bfloat16_a_tree_is_as_near_to_float32_as_single_rows_are(
+    modules: dict[str, tuple[PreTrainedModel, PreTrainedModel]], family: str
+) -> None:
+    """The stated bound: a tree is off by at most 1.25 times what rows are off by."""
+    samples = rollouts(groups=4, size=4, prompt=24, sampled=16)
+    ids, masks = [s.token_ids for s in samples], [s.loss_mask for s in samples]
+    tree = PrefixTree.of(ids, masks)
+    plain, packed = (copy.deepcopy(module) for module in modules[family])
+
+    def gradient(module: PreTrainedModel, dtype: torch.dtype) -> torch.Tensor:
+        module.to(dtype).zero_grad()  # pyright: ignore[reportArgumentType]
+        if module is packed:
+            logprobs = tree_logprobs(module, tree, temperature=1.0)
+        else:
+            logprobs = trained_logprobs(module, ids, masks, temperature=1.0)
+        (logprobs * torch.linspace(-1, 1, logprobs.numel())).sum().backward()
+        return torch.cat([p.grad.double().flatten() for p in module.parameters() if p.grad is not None])
+
+    exact = gradient(plain, torch.float32)
+    of_rows, of_tree = (gradient(module, torch.bfloat16) - exact for module in (plain, packed))
+    assert 0 < of_rows.norm() < 0.1 * exact.norm()
+    assert of_tree.norm() < 1.25 * of_rows.norm()
 
 
 @given(rows=batches())
