@@ -45,8 +45,6 @@ SCENARIOS = {"run": run, "service": service}
 
 if __name__ == "__main__":
     name, where, seed = sys.argv[1:]
-    assert max(abs(time.time() - time.time()) for _ in range(100)) > 1000, (
-        "nobody sets this clock"
-    )
+    assert max(abs(time.time() - time.time()) for _ in range(100)) > 1000, "nobody sets this clock"
     problems = asyncio.run(SCENARIOS[name](Path(where), random.Random(int(seed))))
     sys.stdout.write(json.dumps(problems) + "\n")

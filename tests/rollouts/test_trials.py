@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,18 @@ async def test_a_verifier_that_hangs_leaves_nothing_running(tmp_path: Path) -> N
 
     assert rollout.outcome == Outcome.VERIFIER_ERROR
     assert [holding for holding in Register().holdings() if str(tmp_path) in holding.tree] == []
+
+
+async def test_a_verifiers_fault_is_its_own_though_the_clock_is_set_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harbor.trial.trial import Trial
+
+    # What fails while it runs is stamped by the clock as it is then, an hour before the verifier began.
+    monkeypatch.setattr(Trial, "_now", staticmethod(lambda: datetime.now(UTC) + timedelta(hours=1)))
+    task = write_task(tmp_path / "tasks", test_sh="#!/bin/bash\nsleep 600\n")
+    rollout = await run(task, HAND_IN, deadlines=Deadlines(verifier_s=1.0))
+    assert rollout.outcome == Outcome.VERIFIER_ERROR
 
 
 async def test_a_command_cannot_kill_anything_outside(task: Task) -> None:
