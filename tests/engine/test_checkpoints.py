@@ -178,9 +178,37 @@ async def test_a_damaged_checkpoint_is_one_clear_line(
     try:
         await engine.save(tmp_path / "checkpoint")
         (tmp_path / "checkpoint" / name).write_bytes(damage)
+        with pytest.raises(ConfigError, match="is damaged"):
+            await engine.load(tmp_path / "checkpoint")
+        # One from before there were digests.
+        (tmp_path / "checkpoint" / MANIFEST_FILE).write_text('{"weights_version": 0, "is_published": true}')
         with pytest.raises(ConfigError, match=r"cannot be (loaded|read)") as caught:
             await engine.load(tmp_path / "checkpoint")
         assert "\n" not in str(caught.value)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+async def test_a_bit_that_flipped_on_disk_is_noticed_before_anything_is_read(
+    model_dirs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    engine = await open_engine(model_dirs["qwen3"])
+    try:
+        await train(engine, 1)
+        for step in ("earlier", "later"):
+            await engine.save(tmp_path / step)
+        file = tmp_path / "later" / name
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4  # of the last tensor: the header stays right
+        file.write_bytes(content)
+        with pytest.raises(ConfigError) as caught:
+            await engine.load(tmp_path / "later")
+        assert str(caught.value).startswith(f"{file} is damaged")
+        assert "\n" not in str(caught.value)
+        if name == "optimizer.safetensors":
+            await engine.load(tmp_path / "later", weights_only=True)
+        await engine.load(tmp_path / "earlier")
     finally:
         await engine.close()
 

@@ -4,11 +4,13 @@ Invariant: a directory that holds the manifest is complete. Everything is writte
 the target, the manifest last, and renamed when it is on disk; a kill leaves the old state or the new one.
 """
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +34,9 @@ class Manifest:
     is_published: bool
     """Whether the sampler had these very weights, under this version."""
     format_version: int = 1
+    sha256: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    """Of every file of tensors, by its path in the directory; a checkpoint from before there were any has
+    none."""
 
     @classmethod
     def of(cls, versions: WeightsVersions) -> "Manifest":
@@ -57,6 +62,8 @@ def write_checkpoint(target: Path, manifest: Manifest, write: Callable[[Path], N
         raise TrainerError(
             f"{target} could not be written: {error}; mend that, then resume the run"
         ) from error
+    files = {path.relative_to(partial).as_posix(): path for path in sorted(partial.rglob("*.safetensors"))}
+    manifest = replace(manifest, sha256=dict(zip(files, _digests(files.values()), strict=True)))
     (partial / MANIFEST_FILE).write_text(json.dumps(asdict(manifest)) + "\n", encoding="utf-8")
     for path in (*partial.rglob("*"), partial):
         _sync(path)
@@ -77,6 +84,36 @@ def read_manifest(directory: Path) -> Manifest | None:
         return Manifest(**json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path} is not a manifest of this version: {error}") from error
+
+
+def require_undamaged(directory: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
+    """Refuse tensors that are not those that were written; a file that was removed is not missed here.
+
+    Args:
+        weights_only: the optimizer is not going to be read.
+
+    Raises:
+        ConfigError: a file differs.
+    """
+    names = [name for name in manifest.sha256 if not (weights_only and name == OPTIMIZER_FILE)]
+    files = {name: directory / name for name in names if (directory / name).is_file()}
+    for (name, path), digest in zip(files.items(), _digests(files.values()), strict=True):
+        if digest != manifest.sha256[name]:
+            raise ConfigError(
+                f"{path} is damaged: it is not what was written there; restore it, or go on from an earlier"
+                f" checkpoint by removing {directory}"
+            )
+
+
+def _digests(paths: Iterable[Path]) -> list[str]:
+    """Hash files side by side; hashing frees the interpreter."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_optimizer(

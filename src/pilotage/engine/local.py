@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pilotage.algorithms import WeightsVersions
-from pilotage.engine.checkpoint import Manifest, read_manifest, write_checkpoint
+from pilotage.engine.checkpoint import Manifest, read_manifest, require_undamaged, write_checkpoint
 from pilotage.engine.decoder import Decoder
 from pilotage.engine.fused import FusedDecoder, Layout
 from pilotage.engine.lora import LoraOptions
@@ -180,7 +180,12 @@ class LocalEngine:
         fresh optimizer and version 0.
         """
         manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
-        await self._train(lambda: self._trainer.load_state(directory, weights_only=weights_only))
+
+        def read() -> None:
+            require_undamaged(directory, manifest, weights_only=weights_only)
+            self._trainer.load_state(directory, weights_only=weights_only)
+
+        await self._train(read)
         self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:

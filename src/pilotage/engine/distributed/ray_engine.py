@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import AutoConfig
 
 from pilotage.algorithms import WeightsVersions
-from pilotage.engine.checkpoint import Manifest, read_manifest
+from pilotage.engine.checkpoint import Manifest, read_manifest, require_undamaged
 from pilotage.engine.distributed.fsdp import TrainerOptions
 from pilotage.engine.distributed.probe import TOLERANCE_BFLOAT16, TOLERANCE_FLOAT32, check, probe
 from pilotage.engine.distributed.routing import StickyRouter
@@ -216,6 +216,7 @@ class RayEngine:
         """See `Engine`. A plain model directory gives its weights, a fresh optimizer and version 0."""
         async with self._verb:
             manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
+            await asyncio.to_thread(require_undamaged, directory, manifest, weights_only=weights_only)
             await self._on_ranks("load_state", directory, weights_only=weights_only)
             self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
