@@ -10,7 +10,7 @@ weights bit for bit, one record a step, and nothing left on the machine.
 
 `faults` strikes rollouts and runs: policies that fork, flood, forge and pry, agents and verifiers that hang
 or write garbage, samplers that fail, connections that fall silent, damaged files, a full disk, no
-descriptors.
+descriptors, a clock that is set, browsers that are killed.
 Each has one expected end: outcome, reward, events, and an honest sibling that notices nothing.
 
 The exit code is 1 where anything was not as it should be.

@@ -154,6 +154,24 @@ async def _summaries(directory: Path, rng: random.Random) -> list[str]:
     return [f"{name} was read as another rollout" for name in wrong]
 
 
+async def _trainer_logprobs(directory: Path, rng: random.Random) -> list[str]:
+    """A page is shown without them; what is read has the right form, or is nothing."""
+    path = directory / "run"
+    await _whole(path)
+    run = RunDirectory(path)
+    file = rng.choice(sorted((path / "trainer_logprobs").iterdir()))
+    step = int(file.stem.rpartition("-")[2])
+    trained = [file.name.removesuffix(".json.gz") for file in run.rollout_files()]
+    given = {name: run.trainer_logprobs(step, name) for name in trained}
+    file.write_bytes(damaged(file.read_bytes(), rng))
+    problems: list[str] = []
+    for name, before in given.items():
+        after = run.trainer_logprobs(step, name)
+        if after is not None and (before is None or after.dtype != before.dtype or after.ndim != 1):
+            problems.append(f"{name} was read as {after!r}")
+    return problems
+
+
 @contextlib.contextmanager
 def _small_disk(directory: Path, size_kib: int) -> Generator[Callable[[], object]]:
     """Mount a file system of that size; yields what makes it large."""
@@ -292,6 +310,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "config.toml damaged": _config,
         "rollout file damaged": _rollout,
         "summaries.jsonl damaged": _summaries,
+        "trainer's log-probs damaged": _trainer_logprobs,
         "disk full": _full_disk,
         "descriptors exhausted": _few_descriptors,
         "half-open connections, service": _service_connections,

@@ -134,7 +134,7 @@ async def test_a_trained_token_says_how_far_the_trainer_was_from_the_sampler(
 
     unknown = tmp_path / "unknown"
     shutil.copytree(runs, unknown)
-    (unknown / "small" / "trainer_logprobs" / "step-0001.npz").write_bytes(b"torn")
+    (unknown / "small" / "trainer_logprobs" / "step-0001.safetensors").write_bytes(b"torn")
     text = (await get(unknown, tmp_path, address)).text
     assert "gap +" not in text
     assert "Not on disk for single tokens" in text

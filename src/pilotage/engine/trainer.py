@@ -23,13 +23,7 @@ from transformers import PreTrainedModel
 from pilotage.algorithms import aligned, in_order
 from pilotage.engine.adapter_checkpoint import load_adapter, save_adapter, save_merged
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
-from pilotage.engine.gradients import (
-    Totals,
-    propagate,
-    require_applicable,
-    summarise,
-    to_numpy,
-)
+from pilotage.engine.gradients import Totals, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.logprobs import batch_logprobs, trained_logprobs
 from pilotage.engine.lora import LoraOptions, add_adapters, trained_weights, without_adapters
 from pilotage.engine.micro_batches import passes, samples_of

@@ -2,17 +2,14 @@
 
 config.toml  launcher.pid  lock  events.jsonl  metrics.jsonl  groups.jsonl  reward_graph.svg
 rollouts/step-0001/ID.json.gz, summaries.jsonl  errors/ID.error  checkpoints/step-0010/, step-0010.json
-trainer_logprobs/step-0001.npz
+trainer_logprobs/step-0001.safetensors
 """
 
 import contextlib
 import hashlib
-import io
 import shutil
 import time
 import tomllib
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +21,14 @@ import orjson
 import tomli_w
 
 from pilotage.algorithms import split_trained
-from pilotage.errors import RunDirectoryError
+from pilotage.errors import RunDirectoryError, WireError
 from pilotage.files import append_line, write_atomically
 from pilotage.loops.rollout_files import read_rollout, write_rollout
 from pilotage.loops.schedule import Position
 from pilotage.loops.summaries import append_summary, complete_summaries
 from pilotage.pid_lock import PidLock, acquire, holder
 from pilotage.types import Logprobs, Rollout, RolloutRequest, Sample
+from pilotage.wire.blob import read_arrays, read_header, write_blob
 
 FREE_KEYS = frozenset({"logger", "metrics_port"})
 """May differ when a run is resumed: they decide who watches, not what is learnt."""
@@ -241,12 +239,10 @@ class RunDirectory:
         parts_of: dict[str, list[Logprobs]] = {}
         for sample, values in zip(samples, split_trained(samples, values_n), strict=True):
             parts_of.setdefault(sample.sequence_id, []).append(values)
-        content = io.BytesIO()
-        joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in parts_of.items()}
-        np.savez(content, **joined)
         path = self._trainer_logprobs_path(step)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, content.getvalue())
+        joined = {name: np.concatenate(parts) for name, parts in parts_of.items()}
+        write_atomically(path, write_blob(joined, {}))
 
     def trainer_logprobs(self, step: int, rollout_id: str) -> Logprobs | None:
         """Return [n] what the trainer gave to a rollout's trained tokens, in the order of its samples.
@@ -254,13 +250,14 @@ class RunDirectory:
         None where the step did not train it, where the service does not say, or where the file is damaged.
         """
         try:
-            with np.load(self._trainer_logprobs_path(step)) as file:
-                return file.get(rollout_id)
-        except (OSError, ValueError, zipfile.BadZipFile, zlib.error):
+            content = self._trainer_logprobs_path(step).read_bytes()
+            found = read_arrays(content, read_header(content)).get(rollout_id)
+        except (OSError, WireError):
             return None
+        return found if found is not None and found.dtype == np.float32 and found.ndim == 1 else None
 
     def _trainer_logprobs_path(self, step: int) -> Path:
-        return self.path / "trainer_logprobs" / f"step-{step:04d}.npz"
+        return self.path / "trainer_logprobs" / f"step-{step:04d}.safetensors"
 
     def add_rollout(self, folder: str, rollout: Rollout) -> None:
         """Write a rollout to `rollouts/FOLDER/` and its line there, and its `.error` file where it failed."""
@@ -350,7 +347,7 @@ class RunDirectory:
         if lost:
             self.event("records_lost", count=len(lost), steps=", ".join(map(str, lost)))
         write_atomically(self.metrics_path, b"".join(orjson.dumps(r) + b"\n" for r in kept))
-        for path in (self.path / "trainer_logprobs").glob("step-*.npz"):
+        for path in (self.path / "trainer_logprobs").glob("step-*.safetensors"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
         for directory in (self.path / "rollouts").glob("eval-[0-9]*"):

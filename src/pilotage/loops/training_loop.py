@@ -242,7 +242,8 @@ class TrainingLoop:
     async def _update(self, step: int, samples: Sequence[Sample]) -> tuple[ForwardBackwardResult, StepResult]:
         measured = await self._trainer.forward_backward(samples, self._settings.loss)
         if measured.trainer_logprobs_n is not None:
-            self._run_directory.write_trainer_logprobs(step, samples, measured.trainer_logprobs_n)
+            write = self._run_directory.write_trainer_logprobs  # a thread: the proxy shares the loop
+            await asyncio.to_thread(write, step, samples, measured.trainer_logprobs_n)
         return measured, await self._trainer.step(self._settings.optimizer_at(step))
 
     async def _evaluate(self, step: int) -> dict[str, float]:

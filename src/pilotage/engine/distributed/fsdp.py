@@ -28,13 +28,7 @@ from pilotage.engine.checkpoint import Manifest, write_checkpoint
 from pilotage.engine.distributed.packing import plan
 from pilotage.engine.distributed.sharded_checkpoint import ShardedState
 from pilotage.engine.distributed.sharding import Scorer, full_weights, shard
-from pilotage.engine.gradients import (
-    Totals,
-    propagate,
-    require_applicable,
-    summarise,
-    to_numpy,
-)
+from pilotage.engine.gradients import Totals, propagate, require_applicable, summarise, to_numpy
 from pilotage.engine.lora import LoraOptions, add_adapters, is_adapted, merged_shapes
 from pilotage.engine.modules import load_module
 from pilotage.errors import ConfigError, PilotageError, TrainerError
