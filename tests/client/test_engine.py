@@ -174,6 +174,15 @@ async def test_a_plan_that_the_server_cannot_honour(changes: dict[str, object], 
     assert core.jobs == {}
 
 
+async def test_a_service_of_another_version_is_refused_before_anything_is_started() -> None:
+    core = TinyCore()
+    core.capabilities = core.capabilities.model_copy(update={"version": 1})
+    with pytest.raises(ConfigError, match="version 1 of the core, and this Pilotage version 2; run the same"):
+        async with open_engine(LOCAL, plan(), transport=FaultyTransport(core.app)):
+            pass
+    assert core.jobs == {}
+
+
 async def test_a_loss_that_the_server_does_not_have_is_named() -> None:
     core = TinyCore()
     core.capabilities = core.capabilities.model_copy(update={"losses": ("grpo",)})

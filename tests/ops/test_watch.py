@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pilotage.loops import RunDirectory
+from pilotage.ops.alarms import AlarmName
 from pilotage.ops.watch import WEBHOOK_VARIABLE, AlarmWatch
 
 
@@ -53,3 +55,14 @@ def test_an_alarm_is_told_once_to_the_events_and_the_webhook_and_again_after_it_
     assert steps == [3, 9]
     assert [body["step"] for body in told if body["alarm"] == "rewards_zero"] == [3, 9]
     assert all(body["check"] for body in told)
+
+
+def test_a_clock_that_is_set_rings_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunDirectory.open(tmp_path / "run", {"name": "demo"}, resume=False) as run:
+        for step in range(1, 9):
+            run.write({"step": step, "reward/mean": 0.5, "reward/count": 4, "time/step_s": 2.0})
+        watch = AlarmWatch(run)
+        assert AlarmName.STALLED not in {alarm.name for alarm in watch.look()}
+        true_time = time.time
+        monkeypatch.setattr(time, "time", lambda: true_time() + 86_400)
+        assert AlarmName.STALLED not in {alarm.name for alarm in watch.look()}

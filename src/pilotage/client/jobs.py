@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pilotage.client.http import Call, Http, Patience, Reply, json_call
 from pilotage.client.paths import segment
 from pilotage.errors import (
+    ConfigError,
     ConflictError,
     JobFailedError,
     LostReplyError,
@@ -22,7 +23,7 @@ from pilotage.errors import (
     ServiceError,
     WaitTimeoutError,
 )
-from pilotage.wire.core import Capabilities, CheckpointRecord, MetricPage
+from pilotage.wire.core import PROTOCOL_VERSION, Capabilities, CheckpointRecord, MetricPage
 from pilotage.wire.jobs import (
     HARDWARE,
     CapacityRecord,
@@ -62,17 +63,26 @@ class Jobs:
         """Return what the server offers beyond the stock wire; None for a server that knows only that.
 
         The first call of a run: a server that is not there is said to be so soon, as nothing is lost yet.
+
+        Raises:
+            ConfigError: its core is of another version.
         """
         patience = Patience(total_s=_FIRST_CALL_S)
         call = Call(method="GET", path="/capabilities", is_repeatable=True, patience=patience)
         try:
-            return await self._http.call(call, lambda reply: Capabilities.model_validate(reply.json()))
+            found = await self._http.call(call, _capabilities)
         except (NotFoundError, ConflictError):
             return None  # a stock server takes it for a job id
         except ServiceError as error:
             if error.status in (400, 405):
                 return None
             raise
+        if isinstance(found, int):
+            raise ConfigError(
+                f"the service speaks version {found} of the core, and this Pilotage version"
+                f" {PROTOCOL_VERSION}; run the same Pilotage on both sides"
+            )
+        return found
 
     async def create(self, body: CreateJobBody, *, on_id: Callable[[str], None], is_strict: bool) -> str:
         """Create a job and return its id.
@@ -340,3 +350,12 @@ def _unwrapped(reply: Reply) -> Any:
 def _listed(reply: Reply, key: str) -> Any:
     body = reply.json()
     return body.get(key, []) if isinstance(body, dict) else body
+
+
+def _capabilities(reply: Reply) -> Capabilities | int:
+    """Read what a service says of itself, or just its version where it is another than ours."""
+    content: Any = reply.json()
+    version = content.get("version") if isinstance(content, dict) else None  # pyright: ignore[reportUnknownMemberType]
+    if isinstance(version, int) and version != PROTOCOL_VERSION:
+        return version
+    return Capabilities.model_validate(content)

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -21,8 +22,7 @@ _PTY = Path("/proc/sys/kernel/pty")
 
 def surroundings(run: RunDirectory) -> Surroundings:
     """Ask the machine what the run's records do not say."""
-    files = [path for path in (run.metrics_path, run.events_path) if path.is_file()]
-    newest = max((path.stat().st_mtime for path in files), default=time.time())
+    newest = max((path.stat().st_mtime for path in _record_files(run)), default=time.time())
     disk = shutil.disk_usage(run.path)
     ptys = [int((_PTY / name).read_text()) for name in ("nr", "max")] if _PTY.is_dir() else [0, 1]
     return Surroundings(
@@ -38,16 +38,34 @@ class AlarmWatch:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._ringing: set[AlarmName] = set()
+        self._stamps: list[int] = []
+        self._quiet_from = 0.0
+        """When, by the monotonic clock, the newest record was written."""
 
     def look(self) -> list[Alarm]:
         """Return the alarms that are new since the last look, and append each to the run's events."""
-        found = find_alarms(self._run.metrics(), surroundings(self._run))
+        found = find_alarms(self._run.metrics(), self._surroundings())
         new = [alarm for alarm in found if alarm.name not in self._ringing]
         self._ringing = {alarm.name for alarm in found}
         for alarm in new:
             self._run.event("alarm", alarm=alarm.name, step=alarm.step, evidence=alarm.evidence)
             _tell(self._run.path.name, alarm)
         return new
+
+    def _surroundings(self) -> Surroundings:
+        """Count the seconds from look to look, so that a clock that is set neither rings nor silences."""
+        around = surroundings(self._run)
+        stamps = [path.stat().st_mtime_ns for path in _record_files(self._run)]
+        if not self._stamps:
+            self._quiet_from = time.monotonic() - around.seconds_since_record
+        elif stamps != self._stamps:
+            self._quiet_from = time.monotonic()
+        self._stamps = stamps
+        return replace(around, seconds_since_record=time.monotonic() - self._quiet_from)
+
+
+def _record_files(run: RunDirectory) -> list[Path]:
+    return [path for path in (run.metrics_path, run.events_path) if path.is_file()]
 
 
 def _tell(run: str, alarm: Alarm) -> None:
