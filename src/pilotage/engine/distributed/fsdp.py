@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from pilotage.algorithms import aligned, in_order
+from pilotage.algorithms import aligned, in_order, split_trained
 from pilotage.engine.checkpoint import Manifest, write_checkpoint
 from pilotage.engine.distributed.packing import plan
 from pilotage.engine.distributed.sharded_checkpoint import ShardedState
@@ -317,10 +317,10 @@ class FsdpTrainer:
             with torch.no_grad():
                 logprobs, _ = self._score(self._frozen_reference(), samples, temperature)
             computed = to_numpy(logprobs)[: computed.size]
-        parts = np.split(computed, np.cumsum([sample.trained_tokens for sample in samples])[:-1])
+        parts = split_trained(samples, computed)
         brought = [
             part if sample.reference_logprobs is None else sample.reference_logprobs[sample.loss_mask]
-            for sample, part in zip(samples, parts, strict=bool(samples))
+            for sample, part in zip(samples, parts, strict=True)
         ]
         return np.concatenate([np.zeros(0), *brought], dtype=np.float64)
 
