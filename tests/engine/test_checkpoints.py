@@ -208,7 +208,30 @@ async def test_a_bit_that_flipped_on_disk_is_noticed_before_anything_is_read(
         assert "\n" not in str(caught.value)
         if name == "optimizer.safetensors":
             await engine.load(tmp_path / "later", weights_only=True)
+        else:
+            with pytest.raises(ConfigError, match="is damaged"):  # a run that begins with these weights
+                await open_engine(tmp_path / "later")
         await engine.load(tmp_path / "earlier")
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+async def test_a_file_that_is_gone_is_missed_before_anything_is_read(
+    model_dirs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    engine = await open_engine(model_dirs["qwen3"])
+    try:
+        await train(engine, 1)
+        await engine.save(tmp_path / "checkpoint")
+        file = tmp_path / "checkpoint" / name
+        file.unlink()
+        with pytest.raises(ConfigError) as caught:
+            await engine.load(tmp_path / "checkpoint")
+        assert str(caught.value).startswith(f"{file} is gone")
+        assert "\n" not in str(caught.value)
+        if name == "optimizer.safetensors":
+            await engine.load(tmp_path / "checkpoint", weights_only=True)
     finally:
         await engine.close()
 

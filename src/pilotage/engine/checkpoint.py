@@ -86,23 +86,33 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise ConfigError(f"{path} is not a manifest of this version: {error}") from error
 
 
-def require_undamaged(directory: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
-    """Refuse tensors that are not those that were written; a file that was removed is not missed here.
+def read_undamaged(directory: Path, *, weights_only: bool = False) -> Manifest:
+    """Read the manifest, and refuse tensors that are not those that were written with it.
+
+    A plain model directory has version 0 and nothing to compare.
 
     Args:
         weights_only: the optimizer is not going to be read.
 
     Raises:
-        ConfigError: a file differs.
+        ConfigError: a file of tensors differs or is gone, or the manifest is not one of ours.
     """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return Manifest(weights_version=0, is_published=True)
     names = [name for name in manifest.sha256 if not (weights_only and name == OPTIMIZER_FILE)]
-    files = {name: directory / name for name in names if (directory / name).is_file()}
-    for (name, path), digest in zip(files.items(), _digests(files.values()), strict=True):
+    paths = [directory / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path} is gone: the checkpoint was written with it; {_remedy(directory)}")
+    for name, path, digest in zip(names, paths, _digests(paths), strict=True):
         if digest != manifest.sha256[name]:
-            raise ConfigError(
-                f"{path} is damaged: it is not what was written there; restore it, or go on from an earlier"
-                f" checkpoint by removing {directory}"
-            )
+            raise ConfigError(f"{path} is damaged: it is not what was written there; {_remedy(directory)}")
+    return manifest
+
+
+def _remedy(directory: Path) -> str:
+    return f"restore it, or use an earlier checkpoint, as a resumed run does where {directory} is removed"
 
 
 def _digests(paths: Iterable[Path]) -> list[str]:

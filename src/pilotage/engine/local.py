@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from pilotage.algorithms import WeightsVersions
-from pilotage.engine.checkpoint import Manifest, read_manifest, require_undamaged, write_checkpoint
+from pilotage.engine.checkpoint import Manifest, read_undamaged, write_checkpoint
 from pilotage.engine.decoder import Decoder
 from pilotage.engine.fused import FusedDecoder, Layout
 from pilotage.engine.lora import LoraOptions
@@ -83,8 +83,8 @@ class LocalEngine:
             lora: adapters to train instead of the weights.
 
         Raises:
-            ConfigError: the directory is no usable model, the adapters do not fit it, or nothing would ever
-                stop it.
+            ConfigError: the directory is no usable model or a damaged checkpoint, the adapters do not fit it,
+                or nothing would ever stop it.
         """
         check_model_dir(model_dir)
         stops = eos_token_ids(model_dir) if stop_token_ids is None else tuple(stop_token_ids)
@@ -93,6 +93,7 @@ class LocalEngine:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
         def build() -> LocalEngine:
+            read_undamaged(model_dir, weights_only=True)
             trainer = TorchTrainer(model_dir, device=chosen, micro_batch_tokens=micro_batch_tokens, lora=lora)
             decoder = build_decoder(
                 trainer.module, max_context_tokens=max_context_tokens, max_batch=max_batch
@@ -179,13 +180,13 @@ class LocalEngine:
         """See `Engine`. A plain model directory, or with LoRA a plain adapter directory, gives its weights, a
         fresh optimizer and version 0.
         """
-        manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
 
-        def read() -> None:
-            require_undamaged(directory, manifest, weights_only=weights_only)
+        def read() -> Manifest:
+            manifest = read_undamaged(directory, weights_only=weights_only)
             self._trainer.load_state(directory, weights_only=weights_only)
+            return manifest
 
-        await self._train(read)
+        manifest = await self._train(read)
         self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
     async def close(self) -> None:

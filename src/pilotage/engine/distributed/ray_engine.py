@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import AutoConfig
 
 from pilotage.algorithms import WeightsVersions
-from pilotage.engine.checkpoint import Manifest, read_manifest, require_undamaged
+from pilotage.engine.checkpoint import Manifest, read_undamaged
 from pilotage.engine.distributed.fsdp import TrainerOptions
 from pilotage.engine.distributed.probe import TOLERANCE_BFLOAT16, TOLERANCE_FLOAT32, check, probe
 from pilotage.engine.distributed.routing import StickyRouter
@@ -120,10 +120,11 @@ class RayEngine:
         this machine, which ends with the engine.
 
         Raises:
-            ConfigError: the directory is no usable model, the options do not fit it, or the cluster has not
-                the devices.
+            ConfigError: the directory is no usable model or a damaged checkpoint, the options do not fit it,
+                or the cluster has not the devices.
         """
         check_model_dir(model_dir)
+        await asyncio.to_thread(read_undamaged, model_dir, weights_only=True)
         engine = cls(model_dir, config)
         try:
             await engine._connect()
@@ -215,8 +216,7 @@ class RayEngine:
     async def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `Engine`. A plain model directory gives its weights, a fresh optimizer and version 0."""
         async with self._verb:
-            manifest = read_manifest(directory) or Manifest(weights_version=0, is_published=True)
-            await asyncio.to_thread(require_undamaged, directory, manifest, weights_only=weights_only)
+            manifest = await asyncio.to_thread(read_undamaged, directory, weights_only=weights_only)
             await self._on_ranks("load_state", directory, weights_only=weights_only)
             self._versions.restored(manifest.weights_version, is_published=manifest.is_published)
 
