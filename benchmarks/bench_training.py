@@ -31,7 +31,7 @@ from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
 from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.prefix_tree import PrefixTree
-from pilotage.engine.tree_attention import enable_trees
+from pilotage.engine.tree_layers import enable_trees
 from pilotage.types import Denominators, LossConfig, PolicyLoss, Sample
 
 SYSTEM, ISSUE, SAMPLED, OUTPUT = 750, 50, 10, 58

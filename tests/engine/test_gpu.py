@@ -12,7 +12,7 @@ from tests.engine.test_trainer import batch
 from pilotage.engine import LocalEngine
 from pilotage.engine.logprobs import batch_logprobs
 from pilotage.engine.modules import load_module
-from pilotage.engine.tree_attention import enable_trees
+from pilotage.engine.tree_layers import enable_trees
 from pilotage.types import AdamParams, LossConfig, SamplingParams, token_ids
 
 pytestmark = [

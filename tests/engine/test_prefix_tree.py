@@ -17,7 +17,8 @@ from pilotage.engine.micro_batches import cost, passes, samples_of
 from pilotage.engine.modules import load_module
 from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.trainer import TorchTrainer
-from pilotage.engine.tree_attention import enable_trees, flex_tree_attention, spanwise_attention
+from pilotage.engine.tree_attention import flex_attention_over, spanwise_attention
+from pilotage.engine.tree_layers import enable_trees
 from pilotage.types import LossConfig, PolicyLoss, Sample, TokenIds, token_ids
 
 CPU = torch.device("cpu")
@@ -95,6 +96,35 @@ def test_log_probs_and_gradients_are_those_of_single_rows(
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
+def test_the_last_layer_computes_what_is_read_and_no_more(
+    modules: dict[str, tuple[PreTrainedModel, PreTrainedModel]],
+) -> None:
+    """Long nodes of which more is read than one call of attention takes."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, 32, 100)
+    ids = [token_ids(np.concatenate([shared, rng.integers(1, 32, 700)])) for _ in range(2)]
+    masks = [(np.arange(800) > 0) & (rng.random(800) < 0.6) for _ in ids]
+    tree = PrefixTree.of(ids, masks)
+    plain, packed = modules["qwen3"]
+    seen: list[int] = []
+
+    def note(_: torch.nn.Module, taken: tuple[torch.Tensor]) -> None:
+        seen.append(taken[0].shape[1])
+
+    hook = packed.get_submodule("model.layers.1.mlp").register_forward_pre_hook(note)
+    wanted = trained_logprobs(plain, ids, masks, temperature=1.0)
+    got = tree_logprobs(packed, tree, temperature=1.0)
+    hook.remove()
+    assert seen == [tree.read_R.size]
+    assert tree.read_R.size < 0.7 * tree.num_tokens
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    for module, values in ((plain, wanted), (packed, got)):
+        module.zero_grad()
+        values.mean().backward()
+    for (name, one), other in zip(plain.named_parameters(), packed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_in_bfloat16_a_tree_is_as_near_to_float32_as_single_rows_are(
     modules: dict[str, tuple[PreTrainedModel, PreTrainedModel]], family: str
@@ -127,12 +157,15 @@ def test_the_block_mask_of_an_accelerator_sees_what_the_spans_of_a_cpu_see(
 ) -> None:
     tree = PrefixTree.of([ids for ids, _ in rows], [mask for _, mask in rows])
     torch.manual_seed(0)
-    query = torch.randn(1, 4, tree.num_tokens, 16)
     key, value = (torch.randn(1, 2, tree.num_tokens, 16) for _ in range(2))
-    flex = flex_tree_attention(tree, CPU, compiled=False)
-    torch.testing.assert_close(
-        flex(query, key, value, 0.3), spanwise_attention(tree)(query, key, value, 0.3), atol=1e-5, rtol=1e-5
-    )
+    for places in (None, tree.read_R):
+        of_Q = np.arange(tree.num_tokens) if places is None else places
+        query = torch.randn(1, 4, of_Q.size, 16)
+        flex = flex_attention_over(tree, CPU, places, compiled=False)
+        spanwise = spanwise_attention(tree, of_Q)
+        torch.testing.assert_close(
+            flex(query, key, value, 0.3), spanwise(query, key, value, 0.3), atol=1e-5, rtol=1e-5
+        )
 
 
 def rollouts(*, groups: int, size: int, prompt: int, sampled: int) -> list[Sample]:

@@ -75,7 +75,7 @@ def tree_logprobs(module: PreTrainedModel, tree: PrefixTree, *, temperature: flo
         use_cache=False,
         tree=attention_over(tree, module.device),
     ).last_hidden_state[0]
-    predictors_n = torch.from_numpy(tree.predictors_n).to(module.device)
+    predictors_n = torch.from_numpy(np.searchsorted(tree.read_R, tree.predictors_n)).to(module.device)
     targets_n = torch.from_numpy(tree.targets_n).to(module.device)
     return project(hidden.index_select(0, predictors_n), _head(module), targets_n, temperature=temperature)
 

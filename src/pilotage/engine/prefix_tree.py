@@ -87,6 +87,11 @@ class PrefixTree:
         return self.token_ids_T.size
 
     @cached_property
+    def read_R(self) -> _Indices:
+        """Where in the row a trained token follows, in at least one sample; ascending."""
+        return np.unique(self.predictors_n)
+
+    @cached_property
     def ends_below_T(self) -> _Indices:
         """For each token, where the tokens that may see it end."""
         return np.repeat([s.end_below for s in self.spans], [s.end - s.start for s in self.spans])

@@ -28,7 +28,7 @@ from pilotage.engine.logprobs import batch_logprobs, trained_logprobs
 from pilotage.engine.lora import LoraOptions, add_adapters, trained_weights, without_adapters
 from pilotage.engine.micro_batches import passes, samples_of
 from pilotage.engine.modules import load_module
-from pilotage.engine.tree_attention import enable_trees
+from pilotage.engine.tree_layers import enable_trees
 from pilotage.errors import TrainerError
 from pilotage.types import (
     AdamParams,

@@ -1,59 +1,86 @@
 """Attention over a packed prefix tree: a token sees the nodes above its own, and its own up to itself.
 
-Registered with transformers as one more attention function, so that a module's own layers run unchanged; the
-tree travels beside the hidden states as a keyword. Without a tree it is transformers' own for torch.
-A module with layers that are no full attention has a state that would run over a node's border: it is not
-packed.
-
 The row is in depth-first order, so everything below a node is one span behind it. On a CPU that makes two
 calls of torch's flash kernel a node, neither with a mask: its own tokens, causal, and all tokens below it
 over its keys. What a token gets from the nodes above and from its own is joined by the logarithms of the sums
 of exponentials, as between the blocks of flash attention (arXiv 2205.14135, 2310.01889); the backward pass of
 each call takes the joined output and logarithm, which makes its gradients those of the whole. On an
 accelerator it is FlexAttention with the same rule as a block mask.
+
+Attention can be asked for some of the tokens. Where those are some of a node, the call of its own tokens has
+a mask.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, override
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from pilotage.engine.modules import PLAIN_DECODERS
 from pilotage.engine.prefix_tree import PrefixTree, Span
 
-_NAME = "pilotage_tree"
+_MASKED_QUERIES = 256
+"""Queries of one call that has a mask, which is made anew each time and as wide as their node."""
 
 type TreeAttention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-"""Query [B, H, T, D], key and value [B, G, T, D], the scores' scale; returns [B, H, T, D]."""
-type _Call = tuple[slice, slice, bool]
-"""Which tokens read which, and whether each reads only up to itself."""
+"""Query [B, H, Q, D], key and value [B, G, T, D], the scores' scale; returns [B, H, Q, D]."""
 
 
-def enable_trees(module: PreTrainedModel) -> bool:
-    """Let a module take packed trees; returns whether it can, and leaves it as it is where it cannot."""
-    config: Any = module.config
-    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if config.model_type not in PLAIN_DECODERS or layers != {"full_attention"} or window is not None:
-        return False
-    module.set_attn_implementation(_NAME)
-    return True
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TreePass:
+    """Attention over one tree, prepared once for all layers of a forward pass."""
+
+    attend: TreeAttention
+    """Of all tokens: Q is T."""
+    attend_read: TreeAttention
+    """Of those that are read: Q is R."""
+    read_R: Tensor
+    """Where in the row these are, ascending."""
 
 
-def attention_over(tree: PrefixTree, device: torch.device) -> TreeAttention:
-    """Return attention over `tree`, prepared once for all layers."""
-    return spanwise_attention(tree) if device.type == "cpu" else flex_tree_attention(tree, device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """Which queries read which keys in one call of the kernel."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+    """Each reads up to itself: the queries are those of the keys."""
+    last_keys_Q: Tensor | None = None
+    """For some queries of the keys' node: the place in the row up to which each reads."""
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return [Q, K], what is added to the scores."""
+        if self.last_keys_Q is None:
+            return None
+        keys = torch.arange(self.keys.start, self.keys.stop)
+        mask = torch.zeros(self.last_keys_Q.numel(), keys.numel(), dtype=dtype)
+        return mask.masked_fill_(keys > self.last_keys_Q.unsqueeze(1), -torch.inf)
 
 
-def spanwise_attention(tree: PrefixTree) -> TreeAttention:
-    """Return attention by two calls a node, for a CPU."""
-    calls = _calls(tree.spans)
+def attention_over(tree: PrefixTree, device: torch.device) -> TreePass:
+    """Prepare attention over `tree`."""
+    if device.type == "cpu":
+        attend, attend_read = (
+            spanwise_attention(tree, of) for of in (np.arange(tree.num_tokens), tree.read_R)
+        )
+    else:
+        attend, attend_read = (flex_attention_over(tree, device, of) for of in (None, tree.read_R))
+    return TreePass(attend=attend, attend_read=attend_read, read_R=torch.from_numpy(tree.read_R).to(device))
+
+
+def spanwise_attention(tree: PrefixTree, of_Q: NDArray[np.int64]) -> TreeAttention:
+    """Return attention by about two calls a node, for a CPU.
+
+    Args:
+        of_Q: the queries' places in the row, ascending.
+    """
+    calls = _calls(tree.spans, of_Q)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         shared = query.shape[1] // key.shape[1]
@@ -65,20 +92,25 @@ def spanwise_attention(tree: PrefixTree) -> TreeAttention:
     return attend
 
 
-def flex_tree_attention(tree: PrefixTree, device: torch.device, *, compiled: bool = True) -> TreeAttention:
+def flex_attention_over(
+    tree: PrefixTree, device: torch.device, of_Q: NDArray[np.int64] | None, *, compiled: bool = True
+) -> TreeAttention:
     """Return FlexAttention.
 
     Args:
+        of_Q: the queries' places in the row, ascending; None for all tokens.
         compiled: whether the kernel is compiled; without it everything is computed densely, in a test.
     """
     below_T = torch.from_numpy(tree.ends_below_T).to(device)
+    places_Q = None if of_Q is None else torch.from_numpy(of_Q).to(device)
 
     def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < below_T[key])
+        place = query if places_Q is None else places_Q[query]
+        return (key <= place) & (place < below_T[key])
 
     size = tree.num_tokens
     mask: BlockMask = create_block_mask(
-        is_seen, None, None, size, size, device=str(device), _compile=compiled
+        is_seen, None, None, size if of_Q is None else of_Q.size, size, device=str(device), _compile=compiled
     )
     kernel: Any = _compiled_flex() if compiled else flex_attention
 
@@ -101,21 +133,27 @@ class _Spanwise(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scale: float | None
     ) -> Tensor:
-        """Return [B, H, T, D]; query, key and value have the same shape."""
+        """Return [B, H, Q, D]; keys and values have as many heads as queries."""
         joined = torch.zeros(query.shape, dtype=torch.float32)
-        logsum_BHT = torch.full(query.shape[:3], -torch.inf)
-        for reading, read, is_causal in calls:
+        logsum_BHQ = torch.full(query.shape[:3], -torch.inf)
+        for call in calls:
             part, part_logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, reading], key[:, :, read], value[:, :, read], 0.0, is_causal, scale=scale
+                query[:, :, call.queries],
+                key[:, :, call.keys],
+                value[:, :, call.keys],
+                0.0,
+                call.is_causal,
+                attn_mask=call.mask(query.dtype),
+                scale=scale,
             )
-            before = logsum_BHT[:, :, reading]
+            before = logsum_BHQ[:, :, call.queries]
             after = torch.logaddexp(before, part_logsum)
-            span = joined[:, :, reading]
+            span = joined[:, :, call.queries]
             span.mul_((before - after).exp().unsqueeze(-1))
             span.addcmul_(part.float(), (part_logsum - after).exp().unsqueeze(-1))
-            logsum_BHT[:, :, reading] = after
+            logsum_BHQ[:, :, call.queries] = after
         joined = joined.to(query.dtype)
-        ctx.save_for_backward(query, key, value, joined, logsum_BHT)
+        ctx.save_for_backward(query, key, value, joined, logsum_BHQ)
         ctx.calls, ctx.scale = calls, scale
         return joined
 
@@ -123,63 +161,48 @@ class _Spanwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key and value."""
-        query, key, value, joined, logsum_BHT = ctx.saved_tensors
+        query, key, value, joined, logsum_BHQ = ctx.saved_tensors
         (gradient,) = grad_outputs
-        d_query, d_key, d_value = (torch.zeros(query.shape, dtype=torch.float32) for _ in range(3))
-        for reading, read, is_causal in ctx.calls:
+        wholes = d_query, d_key, d_value = [
+            torch.zeros(of.shape, dtype=torch.float32) for of in (query, key, value)
+        ]
+        for call in ctx.calls:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient[:, :, reading],
-                query[:, :, reading],
-                key[:, :, read],
-                value[:, :, read],
-                joined[:, :, reading],
-                logsum_BHT[:, :, reading],
+                gradient[:, :, call.queries],
+                query[:, :, call.queries],
+                key[:, :, call.keys],
+                value[:, :, call.keys],
+                joined[:, :, call.queries],
+                logsum_BHQ[:, :, call.queries],
                 0.0,
-                is_causal,
+                call.is_causal,
+                attn_mask=call.mask(query.dtype),
                 scale=ctx.scale,
             )
-            for whole, part, span in zip(
-                (d_query, d_key, d_value), parts, (reading, read, read), strict=True
-            ):
+            for whole, part, span in zip(wholes, parts, (call.queries, call.keys, call.keys), strict=True):
                 whole[:, :, span] += part
         return *(whole.to(query.dtype) for whole in (d_query, d_key, d_value)), None, None
 
 
-def _calls(spans: Sequence[Span]) -> list[_Call]:
+def _calls(spans: Sequence[Span], of_Q: NDArray[np.int64]) -> list[_Call]:
     calls: list[_Call] = []
     for span in spans:
-        own = slice(span.start, span.end)
-        calls.append((own, own, True))
-        if span.end_below > span.end:
-            calls.append((slice(span.end, span.end_below), own, False))
+        keys = slice(span.start, span.end)
+        first, last, last_below = (
+            int(place) for place in np.searchsorted(of_Q, (span.start, span.end, span.end_below))
+        )
+        if last - first == span.end - span.start:
+            calls.append(_Call(queries=slice(first, last), keys=keys, is_causal=True))
+        else:
+            for start in range(first, last, _MASKED_QUERIES):
+                places = of_Q[start : min(start + _MASKED_QUERIES, last)]
+                calls.append(
+                    _Call(
+                        queries=slice(start, start + places.size),
+                        keys=slice(span.start, int(places[-1]) + 1),
+                        last_keys_Q=torch.from_numpy(places),
+                    )
+                )
+        if last_below > last:
+            calls.append(_Call(queries=slice(last, last_below), keys=keys))
     return calls
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    tree: TreeAttention | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """Attend.
-
-    Args:
-        query: [B, H, T, D].
-        key: [B, G, T, D], each for H / G heads; as `value`.
-        attention_mask: what transformers made for scaled dot products; read without a tree only.
-
-    Returns:
-        [B, T, H, D], and None for the weights, which nobody reads.
-    """
-    if tree is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)
-    return tree(query, key, value, scaling).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, sdpa_mask)  # the sampler may use the same module, with padded rows

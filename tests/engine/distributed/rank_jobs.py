@@ -93,7 +93,7 @@ def misuse(model_dir: Path, broken: Sequence[Sample], good: Sequence[Sample], lo
 
 
 def recomputed_layers(model_dir: Path, samples: Sequence[Sample], loss: LossConfig) -> dict[bool, int]:
-    """Count how often attention runs in one forward_backward, with and without recomputing."""
+    """Count how often layers project attention in one forward_backward, with and without recomputing."""
     counts: dict[bool, int] = {}
     for recompute in (False, True):
         options = TrainerOptions(
@@ -102,7 +102,7 @@ def recomputed_layers(model_dir: Path, samples: Sequence[Sample], loss: LossConf
         trainer = open_trainer(model_dir, options)
         calls: list[int] = []
         for name, part in trainer.module.named_modules():
-            if name.endswith("self_attn"):
+            if name.endswith("o_proj"):
 
                 def count(*_: object, calls: list[int] = calls) -> None:
                     calls.append(1)

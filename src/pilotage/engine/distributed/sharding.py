@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pilotage.engine.logprobs import batch_logprobs
 from pilotage.engine.lora import merged_weights
-from pilotage.engine.tree_attention import enable_trees
+from pilotage.engine.tree_layers import enable_trees
 from pilotage.errors import ConfigError
 from pilotage.types import Mask, TokenIds
 
