@@ -21,12 +21,15 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from tests.engine.models import write_model
+from tests.engine.test_checkpoints import open_engine, train
 from tests.integration.test_driver_death import on_a_socket
 from tests.loops.rig import CountingTrainer, Rig
 from tests.service.rig import PREFIX
 from tests.service.rig import rig as service_rig
 
-from pilotage.errors import PilotageError, RunDirectoryError, TrainerError
+from pilotage.engine.checkpoint import OPTIMIZER_FILE
+from pilotage.errors import ConfigError, PilotageError, RunDirectoryError, TrainerError
 from pilotage.loops import EvaluationSettings, LoopSettings, RunDirectory, read_rollout
 from pilotage.loops.summaries import SUMMARY_FILE, read_summaries
 
@@ -172,6 +175,35 @@ async def _trainer_logprobs(directory: Path, rng: random.Random) -> list[str]:
     return problems
 
 
+async def _checkpoint(directory: Path, rng: random.Random) -> list[str]:
+    """It is refused in one line that says where, or gives what was saved."""
+    model, saved = write_model(directory / "model", "qwen3"), directory / "saved"
+    engine = await open_engine(model)
+    try:
+        await train(engine, rng.randrange(1 << 16))
+        await engine.save(saved)
+        before = {name: (saved / name).read_bytes() for name in ("model.safetensors", OPTIMIZER_FILE)}
+        file = rng.choice(sorted(saved.iterdir()))
+        if rng.random() < 0.2:
+            file.unlink()
+        else:
+            file.write_bytes(damaged(file.read_bytes(), rng))
+        await train(engine, rng.randrange(1 << 16))
+        try:
+            await engine.load(saved)
+        except ConfigError as error:
+            is_clear = str(saved) in str(error) and "\n" not in str(error)
+            return [] if is_clear else [f"{file.name}: {error}"]
+        await engine.save(directory / "again")
+        return [
+            f"{file.name}: {name} was loaded as something else"
+            for name, content in before.items()
+            if (directory / "again" / name).read_bytes() != content
+        ]
+    finally:
+        await engine.close()
+
+
 @contextlib.contextmanager
 def _small_disk(directory: Path, size_kib: int) -> Generator[Callable[[], object]]:
     """Mount a file system of that size; yields what makes it large."""
@@ -311,6 +343,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "rollout file damaged": _rollout,
         "summaries.jsonl damaged": _summaries,
         "trainer's log-probs damaged": _trainer_logprobs,
+        "checkpoint damaged": _checkpoint,
         "disk full": _full_disk,
         "descriptors exhausted": _few_descriptors,
         "half-open connections, service": _service_connections,
