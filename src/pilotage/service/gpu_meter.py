@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
+
+from pilotage.clock import steady_time
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
@@ -38,7 +39,7 @@ class GpuMeter:
     def record(self) -> None:
         """Append one line a device; a figure that the device does not tell is absent."""
         lines = [
-            to_json({"at": time.time(), "verb": f"gpu/{uuid}", "duration_s": _INTERVAL_S, "values": values})
+            to_json({"at": steady_time(), "verb": f"gpu/{uuid}", "duration_s": _INTERVAL_S, "values": values})
             for uuid, handle in self._devices.items()
             if (values := self._figures(handle))
         ]
