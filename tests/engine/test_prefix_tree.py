@@ -232,14 +232,23 @@ def test_an_update_is_the_same_whatever_is_shared_and_says_what_it_forwarded(
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
 
-def test_layers_with_a_window_or_a_state_are_not_packed(tmp_path: Path) -> None:
+def test_layers_with_a_window_or_a_state_are_not_packed_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = load_module(write_model(tmp_path / "gpt2", "gpt2"), device=CPU)
     assert not enable_trees(module)
-    windowed = load_module(write_model(tmp_path / "qwen2", "qwen2"), device=CPU)
-    config = windowed.config
+    assert "gpt2 is none of llama, mistral, qwen2, qwen3" in caplog.text
+    other = load_module(write_model(tmp_path / "qwen2", "qwen2"), device=CPU)
+    config = other.config
     assert isinstance(config, Qwen2Config)
-    config.layer_types = ["full_attention", "sliding_attention"]
-    assert not enable_trees(windowed)
+    for kind in ("sliding_attention", "linear_attention"):
+        config.layer_types = ["full_attention", kind]
+        assert not enable_trees(other)
+        assert f"this qwen2 has layers with {kind}" in caplog.text
+    config.layer_types = None
+    config.sliding_window = 16
+    assert not enable_trees(other)
+    assert "this qwen2 attends in a window" in caplog.text
     assert config._attn_implementation == "sdpa"
 
 

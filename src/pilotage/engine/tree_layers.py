@@ -10,6 +10,7 @@ the MLP of those that nobody reads would be computed for nothing. In rollouts of
 and a small policy has few layers.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -22,20 +23,33 @@ from transformers.models.llama.modeling_llama import rotate_half
 from pilotage.engine.modules import PLAIN_DECODERS
 from pilotage.engine.tree_attention import TreePass
 
+_log = logging.getLogger(__name__)
 _NAME = "pilotage_tree"
 
 
 def enable_trees(module: PreTrainedModel) -> bool:
-    """Let a module take packed trees; returns whether it can, and leaves it as it is where it cannot."""
-    config: Any = module.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if config.model_type not in PLAIN_DECODERS or kinds != {"full_attention"} or window is not None:
+    """Let a module take packed trees; returns whether it can, and says why where it cannot."""
+    reason = _why_not(module.config)
+    if reason is not None:
+        _log.warning("%s: every sample is computed whole, also what it shares with others", reason)
         return False
     module.set_attn_implementation(_NAME)
     layers: Any = module.base_model.layers
     layers[-1].__class__ = _reading(type(layers[-1]))
     return True
+
+
+def _why_not(config: Any) -> str | None:
+    """Say why a module is left as it is."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        others = ", ".join(sorted(kinds - {"full_attention"}))
+        return f"this {config.model_type} has layers with {others}, where samples would not stay apart"
+    if config.model_type not in PLAIN_DECODERS:
+        return f"{config.model_type} is none of {', '.join(sorted(PLAIN_DECODERS))}"
+    if getattr(config, "sliding_window", None) is not None:
+        return f"this {config.model_type} attends in a window"
+    return None
 
 
 def _attend(
