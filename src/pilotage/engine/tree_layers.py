@@ -6,7 +6,7 @@ attention has a state that would run over a node's border: it is not packed.
 
 The last layer is ours, for the tokens whose output is read. Log-probs of trained tokens need the last hidden
 state of the tokens before them and of no other: all tokens give keys and values, but queries, projections and
-the MLP of those that nobody reads would be computed for nothing. In rollouts of agents they are five in six,
+the MLP of those that nobody reads would be computed for nothing. In rollouts of agents they are six in seven,
 and a small policy has few layers.
 """
 
