@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -44,6 +45,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
     "llama": LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=_LLAMA3_ROPE),
     "qwen2": Qwen2Config(**_SHAPE),  # biases: not fused, but its head is linear
+    "mistral": MistralConfig(**_SHAPE, head_dim=16, sliding_window=None),
     "gpt2": GPT2Config(vocab_size=VOCAB_SIZE, n_positions=256, n_embd=32, n_layer=2, n_head=4),
 }
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from pilotage.engine.logprobs import trained_logprobs, tree_logprobs
 from pilotage.engine.micro_batches import cost, passes, samples_of
-from pilotage.engine.modules import load_module
+from pilotage.engine.modules import PLAIN_DECODERS, load_module
 from pilotage.engine.prefix_tree import PrefixTree
 from pilotage.engine.trainer import TorchTrainer
 from pilotage.engine.tree_attention import flex_attention_over, spanwise_attention
@@ -22,7 +22,7 @@ from pilotage.engine.tree_layers import enable_trees
 from pilotage.types import LossConfig, PolicyLoss, Sample, TokenIds, token_ids
 
 CPU = torch.device("cpu")
-TREE_FAMILIES = ("qwen3", "llama", "qwen2")
+TREE_FAMILIES = sorted(PLAIN_DECODERS)
 
 
 @pytest.fixture(scope="module")
