@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pilotage.algorithms import aligned, in_order
+from pilotage.algorithms import aligned, in_order, split_trained
 from pilotage.engine.adapter_checkpoint import load_adapter, save_adapter, save_merged
 from pilotage.engine.checkpoint import load_optimizer, save_optimizer
 from pilotage.engine.gradients import Totals, propagate, require_applicable, summarise, to_numpy
@@ -212,14 +212,12 @@ class TorchTrainer:
             with torch.no_grad(), self._frozen_reference() as module:
                 logprobs, _ = self._forward(module, missing, loss.temperature)
             computed = to_numpy(logprobs)
-        parts: list[NDArray[np.float64]] = []
-        for sample in samples:
-            if sample.reference_logprobs is None:
-                part, computed = np.split(computed, [sample.trained_tokens])
-            else:
-                part = sample.reference_logprobs[sample.loss_mask].astype(np.float64)
-            parts.append(part)
-        return np.concatenate(parts)
+        parts = iter(split_trained(missing, computed))
+        brought = [
+            next(parts) if sample.reference_logprobs is None else sample.reference_logprobs[sample.loss_mask]
+            for sample in samples
+        ]
+        return np.concatenate(brought, dtype=np.float64)
 
     @contextlib.contextmanager
     def _frozen_reference(self) -> Generator[PreTrainedModel]:
