@@ -158,10 +158,9 @@ def test_the_block_mask_of_an_accelerator_sees_what_the_spans_of_a_cpu_see(
     tree = PrefixTree.of([ids for ids, _ in rows], [mask for _, mask in rows])
     torch.manual_seed(0)
     key, value = (torch.randn(1, 2, tree.num_tokens, 16) for _ in range(2))
-    for places in (None, tree.read_R):
-        of_Q = np.arange(tree.num_tokens) if places is None else places
-        query = torch.randn(1, 4, of_Q.size, 16)
-        flex = flex_attention_over(tree, CPU, places, compiled=False)
+    for of_Q, size in ((None, tree.num_tokens), (tree.read_R, tree.read_R.size)):
+        query = torch.randn(1, 4, size, 16)
+        flex = flex_attention_over(tree, CPU, of_Q, compiled=False)
         spanwise = spanwise_attention(tree, of_Q)
         torch.testing.assert_close(
             flex(query, key, value, 0.3), spanwise(query, key, value, 0.3), atol=1e-5, rtol=1e-5

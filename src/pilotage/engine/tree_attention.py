@@ -65,22 +65,23 @@ class _Call:
 
 def attention_over(tree: PrefixTree, device: torch.device) -> TreePass:
     """Prepare attention over `tree`."""
-    if device.type == "cpu":
-        attend, attend_read = (
-            spanwise_attention(tree, of) for of in (np.arange(tree.num_tokens), tree.read_R)
-        )
-    else:
-        attend, attend_read = (flex_attention_over(tree, device, of) for of in (None, tree.read_R))
-    return TreePass(attend=attend, attend_read=attend_read, read_R=torch.from_numpy(tree.read_R).to(device))
+
+    def over(of_Q: NDArray[np.int64] | None) -> TreeAttention:
+        if device.type == "cpu":
+            return spanwise_attention(tree, of_Q)
+        return flex_attention_over(tree, device, of_Q)
+
+    read_R = torch.from_numpy(tree.read_R).to(device)
+    return TreePass(attend=over(None), attend_read=over(tree.read_R), read_R=read_R)
 
 
-def spanwise_attention(tree: PrefixTree, of_Q: NDArray[np.int64]) -> TreeAttention:
+def spanwise_attention(tree: PrefixTree, of_Q: NDArray[np.int64] | None) -> TreeAttention:
     """Return attention by about two calls a node, for a CPU.
 
     Args:
-        of_Q: the queries' places in the row, ascending.
+        of_Q: the queries' places in the row, ascending; None for all tokens.
     """
-    calls = _calls(tree.spans, of_Q)
+    calls = _calls(tree.spans, np.arange(tree.num_tokens) if of_Q is None else of_Q)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         shared = query.shape[1] // key.shape[1]
