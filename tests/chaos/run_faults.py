@@ -254,10 +254,7 @@ async def _service_connections(directory: Path, rng: random.Random) -> list[str]
             said = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{" % PREFIX.encode()
             held[-1].sendall(said[: rng.randrange(len(said))])
         started = time.monotonic()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(f"GET {PREFIX}/capacity HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.readline(), _SERVICE_ANSWERS_S * 4)
-        writer.close()
+        answer = await asyncio.wait_for(_answer(port, f"{PREFIX}/capacity"), _SERVICE_ANSWERS_S * 4)
         for connection in held:
             connection.close()
         problems = [] if b"200" in answer else [f"it answered {answer!r}"]
@@ -327,7 +324,7 @@ def _request(address: str) -> bytes:
 
 
 async def _answer(port: int, address: str) -> bytes:
-    """Return the first line that the page answers."""
+    """Return the first line of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(_request(address))
     line = await reader.readline()
